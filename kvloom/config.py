@@ -1,0 +1,132 @@
+"""The one typed, validated configuration (spec row B2): `kv_connector_extra_config` in, defaults out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+
+class ConfigError(ValueError):
+    """A key or value the engine can't start with; the text names key, value and remedy."""
+
+
+def _parse_size(value: object) -> object:
+    """Bytes as a number, or as text with a binary unit: ``"512M"``, ``"4GiB"``."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().removesuffix("b").removesuffix("i")
+    exponent = "kmgt".find(text[-1:]) + 1 if text[-1:] in ("k", "m", "g", "t") else 0
+    try:
+        return int(float(text[: len(text) - bool(exponent)]) * 1024**exponent)
+    except ValueError as error:
+        raise ValueError("a size is a number of bytes, or like '512M' or '4GiB'") from error
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
+
+
+class KvloomConfig(BaseModel):
+    """Everything kvloom can be told, with what it does when told nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    # Store
+    store_pipeline: str = Field(
+        "Cache|Posix", description="Stages from fast to slow, split by `|`: `Cache`, `Posix`."
+    )
+    storage_backends: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        ["~/.cache/kvloom"],
+        min_length=1,
+        description="Directory, or list of directories, of the `Posix` stage.",
+    )
+    cache_bytes: Size = Field(
+        2 * 1024**3, description="Host memory of the `Cache` stage, in bytes or like `4GiB`."
+    )
+    durability: Literal["none", "data", "full"] = Field(
+        "none",
+        description="`none`: the kernel writes when it likes; `data`: fsync the file before it is "
+        "published; `full`: fsync its directory too.",
+    )
+    io_threads: int = Field(4, ge=1, le=64, description="Threads that move blocks.")
+    save_queue_bytes: Size = Field(
+        1024**3,
+        description="Memory for blocks that wait to be written; when full, saves are dropped.",
+    )
+    load_timeout_s: float = Field(
+        10.0, gt=0, description="What is not loaded after this many seconds is recomputed."
+    )
+    index_poll_s: float = Field(
+        1.0, gt=0, description="How often other engines' writes to the store are looked for."
+    )
+    index_max_chunks: int = Field(
+        1_000_000, ge=1, description="Chunks the matcher knows; the oldest are forgotten."
+    )
+
+    # Matching
+    blend_chunk_size: int = Field(
+        64, ge=8, le=4096, description="Tokens of a stored chunk; need not fit the block size."
+    )
+    min_match_ratio: float = Field(
+        0.8, gt=0, le=1, description="Least part of an edited chunk that must align to reuse it."
+    )
+    min_blend_tokens: int = Field(
+        256, ge=1, description="Never blend to save fewer tokens than this."
+    )
+
+    # Blending
+    position_correction: bool = Field(
+        True, description="Rotate reused keys to their new positions."
+    )
+    recompute_policy: str = Field(
+        "first_k", description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`."
+    )
+    first_k: int = Field(
+        32, ge=0, description="Tokens computed anew at the start of every run by `first_k`."
+    )
+    recompute_boundary: int = Field(
+        2, ge=0, description="Tokens computed anew at both ends of partial matches and runs."
+    )
+    rope_theta: float | None = Field(
+        None, gt=0, description="Checked against the model's; default: the model's."
+    )
+    head_dim: int | None = Field(
+        None, gt=0, description="Checked against the model's; default: the model's."
+    )
+
+    # Saving
+    save_generated: bool = Field(True, description="Store generated text too, not only prompts.")
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> KvloomConfig:
+        """Validate ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: names every bad key, its value, what is allowed, and for an unknown key
+                the nearest known one.
+        """
+        try:
+            return cls.model_validate(dict(extra))
+        except ValidationError as error:
+            raise ConfigError(_explain(error, cls)) from None
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    known = list(model.model_fields)
+    lines = []
+    for item in error.errors():
+        key = str(item["loc"][0]) if item["loc"] else "?"
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"unknown key {key!r} (value {item['input']!r}): {hint}")
+        else:
+            description = model.model_fields[key].description if key in known else ""
+            lines.append(f"{key} = {item['input']!r}: {item['msg']}. {description}")
+    return "kv_connector_extra_config: " + "; ".join(lines)
