@@ -81,11 +81,16 @@ class KvloomConfig(BaseModel):
     )
 
     # Blending
+    blend: bool = Field(
+        True,
+        description="Reuse chunks at any position (approximate); `false`: exact prefixes only.",
+    )
     position_correction: bool = Field(
         True, description="Rotate reused keys to their new positions."
     )
     recompute_policy: str = Field(
-        "first_k", description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`."
+        "first_k",
+        description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`.",
     )
     first_k: int = Field(
         32, ge=0, description="Tokens computed anew at the start of every run by `first_k`."

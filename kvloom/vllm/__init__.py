@@ -1,0 +1,1 @@
+"""The plug-in: the only package of kvloom that imports vllm."""

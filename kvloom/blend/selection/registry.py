@@ -1,0 +1,39 @@
+"""Policies by name: ours, and third parties' by the entry point group ``kvloom.policies``."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+
+from kvloom.blend.selection.base import SelectionPolicy
+from kvloom.blend.selection.boundary import Boundary
+from kvloom.blend.selection.first_k import FirstK
+from kvloom.blend.selection.nothing import Nothing
+from kvloom.config import ConfigError, KvloomConfig
+
+_BUILT_IN: dict[str, type[SelectionPolicy]] = {
+    "first_k": FirstK,
+    "boundary": Boundary,
+    "none": Nothing,
+}
+
+
+def make_policy(config: KvloomConfig) -> SelectionPolicy:
+    """The policy named by ``recompute_policy``.
+
+    Raises:
+        ConfigError: no policy has that name, or an entry point names something else.
+    """
+    name = config.recompute_policy
+    if name in _BUILT_IN:
+        return _BUILT_IN[name].from_config(config)
+    third_party = {entry.name: entry for entry in entry_points(group="kvloom.policies")}
+    if name not in third_party:
+        known = [*_BUILT_IN, *third_party]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"recompute_policy = {name!r}: known are {', '.join(known)}.{hint}")
+    policy = third_party[name].load()
+    if not (isinstance(policy, type) and issubclass(policy, SelectionPolicy)):
+        raise ConfigError(f"recompute_policy = {name!r}: {policy!r} is no SelectionPolicy class")
+    return policy.from_config(config)

@@ -1,0 +1,302 @@
+"""BlendConnector: exact prefixes and blended chunks from a kvloom store (spec rows B1-B3).
+
+vLLM makes one connector for its scheduler and one for each worker. This class reads the engine's
+configuration, decides what is possible with it, and hands each hook to the side it belongs to
+(``BlendScheduler``, ``BlendWorker``). No hook raises into the engine: what can't be done is done
+without us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvloom.blend.rope import PositionCorrector
+from kvloom.blend.selection import make_policy
+from kvloom.config import ConfigError, KvloomConfig
+from kvloom.store.base import Store
+from kvloom.store.catalog import IndexFeeder
+from kvloom.store.registry import acquire_store
+from kvloom.tokens.index import ChunkIndex
+from kvloom.vllm import compat
+from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
+from kvloom.vllm.namespace import engine_namespace, rope_parameters
+from kvloom.vllm.paged_cache import PagedCache, UnknownLayoutError
+from kvloom.vllm.recompute import RecomputeEngine
+from kvloom.vllm.scheduler import BlendScheduler
+from kvloom.vllm.worker import BlendWorker
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+# Where the package lies on the path but is not installed, no entry point has done this.
+compat.keep_loaded_models()
+
+_DRAIN_S = 10.0
+_INDEX_WAIT_S = 5.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _guarded(fallback: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A hook that fails answers ``fallback()``: reuse is lost for a request, never the engine."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("kvloom: %s failed; going on without", hook.__name__)
+                return cast("R", fallback())
+
+        return guarded
+
+    return decorate
+
+
+class BlendConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector that ``kv_connector: "BlendConnector"`` names.
+
+    Raises:
+        ConfigError: at start, for a configuration that can't be meant (spec row B2).
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.config = KvloomConfig.from_extra(self._kv_transfer_config.kv_connector_extra_config)
+        self._policy = make_policy(self.config)
+        # Loads that fail and can't be computed in place must become a recompute: vLLM's default
+        # answers the user with an error instead.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._scheduler: BlendScheduler | None = None
+        self._worker: BlendWorker | None = None
+        self._store: Store | None = None
+        self._feeder: IndexFeeder | None = None
+        self._obstacle: Obstacle | None = None
+        self._unserved_blocks: set[int] = set()
+        reason = _why_off(vllm_config, kv_cache_config)
+        if reason is not None:
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("kvloom is off: %s", reason)
+            return
+        self._group = kv_cache_config.kv_cache_groups[0]
+        spec = cast("FullAttentionSpec", self._group.kv_cache_spec)
+        _check_model(self.config, vllm_config, spec.head_size)
+        self._store = acquire_store(
+            self.config.store_pipeline,
+            namespace=engine_namespace(
+                vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size
+            ),
+            config=self.config,
+        )
+        if role is KVConnectorRole.SCHEDULER:
+            self._start_scheduler_side(self._store, spec.block_size)
+
+    def _start_scheduler_side(self, store: Store, block_size: int) -> None:
+        index = ChunkIndex(self.config.blend_chunk_size, self.config.index_max_chunks)
+        self._feeder = IndexFeeder(store, index, self.config.index_poll_s)
+        if not self._feeder.wait_ready(_INDEX_WAIT_S):
+            logger.info("kvloom: still reading the store; hits grow until that is done")
+        self._scheduler = BlendScheduler(
+            self.config,
+            index,
+            self._policy,
+            block_size=block_size,
+            loads=self._kv_transfer_config.is_kv_consumer,
+            saves=self._kv_transfer_config.is_kv_producer,
+        )
+        logger.info(
+            "kvloom: %d chunks of %d tokens known in %s (%s)",
+            len(index),
+            self.config.blend_chunk_size,
+            self.config.store_pipeline,
+            ", ".join(self.config.storage_backends),
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss and no lost hand-off: a preempted request may finish."""
+        return False
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._store is None:
+            return
+        try:
+            self._worker = self._make_worker(self._store, kv_caches)
+        except (UnknownLayoutError, compat.EngineMismatchError) as error:
+            self._obstacle = Obstacle(str(error), everything=True)
+        except Exception as error:
+            logger.exception("kvloom: the worker side could not start")
+            self._obstacle = Obstacle(repr(error), everything=True)
+
+    def _make_worker(self, store: Store, kv_caches: dict[str, torch.Tensor]) -> BlendWorker:
+        config, names = self._vllm_config, self._group.layer_names
+        layers = compat.attention_layers(config, names)
+        cache = PagedCache([compat.cache_layer(n, layers[n], kv_caches[n]) for n in names])
+        engine: RecomputeEngine | None = None
+        corrector: PositionCorrector | None = None
+        try:
+            compat.check_nested_forward(config)
+            model = compat.loaded_model(config)
+            engine = RecomputeEngine(config, model, self._group.kv_cache_spec, layers, cache)
+            corrector = PositionCorrector(compat.rope_spec(model, names, cache.head_dim))
+        except compat.EngineMismatchError as error:
+            self._obstacle = Obstacle(str(error), everything=False)
+        return BlendWorker(self.config, store, cache, corrector, engine)
+
+    @_guarded(lambda: None)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        for plan in self._metadata().loads:
+            if self._worker is None:
+                self._unserved_blocks.update(plan.block_ids)
+            else:
+                self._worker.load(plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end in ``start_load_kv``."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: whole chunks are saved after the forward."""
+
+    @_guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            for plan in self._metadata().saves:
+                self._worker.save(plan)
+
+    @_guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return (self._worker.take_finished_saves() or None if self._worker else None), None
+
+    @_guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._unserved_blocks = self._unserved_blocks, set()
+        return failed | (self._worker.take_failed_blocks() if self._worker else set())
+
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        obstacle, self._obstacle = self._obstacle, None
+        loads = self._worker.take_reports() if self._worker else {}
+        return WorkerReport(loads, obstacle) if loads or obstacle else None
+
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+
+    # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    @_guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.add(request)
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    @_guarded(lambda: None)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.admit(request, num_external_tokens)
+
+    @_guarded(StepMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return StepMetadata()
+        return self._scheduler.step(scheduler_output)
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(report, WorkerReport):
+            self._scheduler.take_report(report)
+
+    @_guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finish(request)
+
+    # Both sides
+
+    def shutdown(self) -> None:
+        """Finish saves within a bound and release the store; idempotent."""
+        if self._worker is not None:
+            self._worker.drain(_DRAIN_S)
+        if self._feeder is not None:
+            self._feeder.close()
+        if self._store is not None:
+            self._store.close()
+        self._worker = self._feeder = self._store = None
+
+
+def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """What of the engine's configuration rules kvloom out; both sides come to the same answer."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1:
+        return f"tensor and pipeline parallelism are not supported yet (world size {parallel.world_size})"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"models with {len(groups)} KV cache groups are not supported yet"
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        return f"only full attention is supported yet, not {type(spec).__name__}"
+    return None
+
+
+def _check_model(config: KvloomConfig, vllm_config: VllmConfig, head_dim: int) -> None:
+    """Settings that restate the model's must agree with it."""
+    if config.head_dim is not None and config.head_dim != head_dim:
+        raise ConfigError(
+            f"head_dim = {config.head_dim}, but the model's is {head_dim}: leave the key out"
+        )
+    theta = rope_parameters(vllm_config).get("rope_theta")
+    if config.rope_theta is not None and theta is not None and config.rope_theta != theta:
+        raise ConfigError(
+            f"rope_theta = {config.rope_theta}, but the model's is {theta}: leave the key out"
+        )

@@ -1,0 +1,230 @@
+"""Every place where kvloom leans on something that a vLLM version may change. Nothing else.
+
+Written for vLLM 0.32. Each function says what it needs of the engine; what is not there becomes
+``None`` or an ``EngineMismatchError``, and the connector then does less.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvloom.blend.rope import RopeSpec
+from kvloom.vllm.paged_cache import CacheLayer, WriteFn
+
+
+class EngineMismatchError(RuntimeError):
+    """The engine or model lacks something that a feature needs; the text says what."""
+
+
+_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def keep_loaded_models() -> None:
+    """Remember what the engine's model loaders return; connectors are given only its caches.
+
+    vLLM hands a connector no reference to the model, and RecomputeEngine must call the model's
+    own forward. Idempotent: plug-ins are loaded several times in one process.
+    """
+    load_model = BaseModelLoader.load_model
+    if hasattr(load_model, "_kvloom"):
+        return
+
+    @functools.wraps(load_model)
+    def remembering(
+        self: BaseModelLoader, vllm_config: VllmConfig, model_config: Any, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        model = load_model(self, vllm_config, model_config, *args, **kwargs)
+        _models[id(model_config)] = model
+        return model
+
+    remembering._kvloom = True  # type: ignore[attr-defined]
+    BaseModelLoader.load_model = remembering
+
+
+def loaded_model(vllm_config: VllmConfig) -> nn.Module:
+    """The module that the engine runs.
+
+    Raises:
+        EngineMismatchError: the plug-in was not loaded before the model was.
+    """
+    model = _models.get(id(vllm_config.model_config))
+    if model is None:
+        raise EngineMismatchError(
+            "the model was loaded before kvloom's plug-in (is the package installed, and does "
+            "VLLM_PLUGINS, if set, name 'kvloom'?)"
+        )
+    return model
+
+
+def attention_layers(vllm_config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
+    """The engine's attention modules by layer name."""
+    context = vllm_config.compilation_config.static_forward_context
+    missing = [name for name in names if name not in context]
+    if missing:
+        raise EngineMismatchError(f"attention layers not found: {', '.join(missing)}")
+    return {name: context[name] for name in names}
+
+
+def cache_layer(name: str, layer: Any, cache: Tensor) -> CacheLayer:
+    """A layer's cache with the engine's own way to write it."""
+    update = getattr(layer.impl, "do_kv_cache_update", None)
+    if update is None:
+        raise EngineMismatchError(f"{type(layer.impl).__name__} has no do_kv_cache_update")
+    write: WriteFn = functools.partial(_update, update, layer, cache)
+    return CacheLayer(name, cache, write)
+
+
+def _update(
+    update: Any, layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+) -> None:
+    update(layer, keys, values, cache, slots)
+
+
+def metadata_builder(
+    vllm_config: VllmConfig, spec: Any, layers: dict[str, Any], device: torch.device
+) -> Any:
+    """An attention metadata builder of our own for one group of layers."""
+    backends = {layer.get_attn_backend() for layer in layers.values()}
+    if len(backends) != 1:
+        raise EngineMismatchError(f"{len(backends)} attention backends in one KV cache group")
+    return backends.pop().get_builder_cls()(spec, list(layers), vllm_config, device)
+
+
+def run_model(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    builder: Any,
+    *,
+    input_ids: Tensor,
+    positions: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    layer_names: Sequence[str],
+) -> None:
+    """One forward of the engine's model over pseudo-requests; KV lands in ``slots``.
+
+    Args:
+        input_ids: int32 [tokens]; positions: int64 [tokens]; slots: int64 [tokens].
+        query_starts: int32 [groups + 1], where each pseudo-request starts in ``input_ids``.
+        seq_lens: int32 [groups], context length of each pseudo-request, its own tokens included.
+        block_table: int32 [groups, blocks].
+    """
+    lengths = query_starts.diff()
+    common = CommonAttentionMetadata(
+        query_start_loc=query_starts.to(input_ids.device),
+        query_start_loc_cpu=query_starts,
+        seq_lens=seq_lens.to(input_ids.device),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=len(input_ids),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=block_table.to(input_ids.device),
+        slot_mapping=slots,
+        causal=True,
+        positions=positions,
+        seq_lens_cpu_upper_bound=seq_lens,
+        is_prefilling=torch.ones(len(seq_lens), dtype=torch.bool),
+    )
+    metadata = builder.build(0, common)
+    with (
+        torch.inference_mode(),
+        set_forward_context(
+            dict.fromkeys(layer_names, metadata),
+            vllm_config,
+            num_tokens=len(input_ids),
+            slot_mapping=dict.fromkeys(layer_names, slots),
+        ),
+    ):
+        model(input_ids=input_ids, positions=positions)
+
+
+def check_nested_forward(vllm_config: VllmConfig) -> None:
+    """Refuse engines whose forward needs more than token ids, positions and attention metadata.
+
+    Raises:
+        EngineMismatchError: names the feature.
+    """
+    if vllm_config.lora_config is not None:
+        raise EngineMismatchError("with LoRA enabled the forward needs each token's adapter")
+    if vllm_config.speculative_config is not None:
+        raise EngineMismatchError("speculative decoding keeps a second cache that is not blended")
+    if vllm_config.model_config.is_multimodal_model:
+        raise EngineMismatchError("multimodal models take embeddings instead of token ids")
+
+
+def rope_spec(model: nn.Module, layer_names: Sequence[str], head_dim: int) -> RopeSpec:
+    """The rotation that all given attention layers share.
+
+    Raises:
+        EngineMismatchError: no rotation, several, or a kind that must not be rotated by delta.
+    """
+    modules = dict(model.named_modules())
+    found: set[RopeSpec] = set()
+    for name in layer_names:
+        rotary = getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None)
+        if type(rotary) is not RotaryEmbedding:
+            kind = "none" if rotary is None else type(rotary).__name__
+            raise EngineMismatchError(f"{name}: rotary embedding of kind {kind}, need the default")
+        found.add(
+            RopeSpec(
+                base=float(rotary.base),
+                rotary_dim=int(rotary.rotary_dim),
+                interleaved=not rotary.is_neox_style,
+            )
+        )
+    if len(found) != 1:
+        raise EngineMismatchError(f"layers with {len(found)} different rotations")
+    spec = found.pop()
+    if spec.rotary_dim > head_dim:
+        raise EngineMismatchError(f"rotary_dim {spec.rotary_dim} exceeds head_dim {head_dim}")
+    return spec
+
+
+def block_ids(kv_cache_manager: Any, request_id: str) -> list[int]:
+    """The request's block table, from the engine's own books: never extended or kept by us."""
+    table: list[int] = kv_cache_manager.get_block_ids(request_id)[0]
+    return table
+
+
+def leave_prefix_cache(
+    kv_cache_manager: Any, request: Any, block_size: int, first_token: int
+) -> None:
+    """Take the blocks from ``first_token`` on out of the engine's prefix cache, for good.
+
+    Blocks that are cached already are evicted. Those that fill later, while decoding, would enter
+    under the hashes of an exact computation and be served as such once another request has cached
+    the exact blocks before them: so this request's hashes become its own, old and future ones.
+
+    Args:
+        first_token: position of the first token whose KV is not exact.
+    """
+    pool = kv_cache_manager.block_pool
+    first_block = first_token // block_size
+    pool.evict_blocks(set(block_ids(kv_cache_manager, request.request_id)[first_block:]))
+    hash_blocks = request.block_hashes
+    hasher = request._block_hasher
+    if hasher is None:
+        return
+    nonce = os.urandom(32)
+
+    def own(block_hash: bytes) -> bytes:
+        return hashlib.blake2b(block_hash, key=nonce, digest_size=len(block_hash) or 32).digest()
+
+    first_hash = first_token // pool.hash_block_size
+    hash_blocks[first_hash:] = [own(block_hash) for block_hash in hash_blocks[first_hash:]]
+    request._block_hasher = lambda later: [own(block_hash) for block_hash in hasher(later)]

@@ -1,0 +1,116 @@
+"""What scheduler and worker sides tell each other in a step. Plain data, small, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens to load from one stored chunk: ``[offset, offset + length)`` of it.
+
+    Attributes:
+        start: position of its first token in the prompt.
+        delta: how far its keys are rotated.
+    """
+
+    key: bytes
+    offset: int
+    length: int
+    start: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Put the KV of prompt positions ``[start, start + len(token_ids))`` in place.
+
+    Attributes:
+        token_ids: int32, the tokens of that range; what can't be loaded is computed from them.
+        pieces: what to load, by position.
+        compute: int64 positions to compute, ascending; together with the pieces they cover the range.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    start: int
+    token_ids: npt.NDArray[np.int32]
+    pieces: list[Piece]
+    compute: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChunk:
+    key: bytes
+    parent: bytes
+    position: int
+    token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Store chunks of one request whose KV is exact and in place after this step's forward.
+
+    Attributes:
+        last: the request is finished and its blocks are held for this save; report it when done.
+    """
+
+    request_id: str
+    scope: bytes
+    block_ids: list[int]
+    chunks: list[SaveChunk]
+    last: bool = False
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of a LoadPlan.
+
+    Attributes:
+        failed_tokens: tokens that should have been loaded and were computed instead.
+        bytes_read: payload bytes read from the store.
+        load_ms, rotate_ms, compute_ms: time in the step for reading and writing to the cache, for
+            rotating, and for the model.
+    """
+
+    failed_tokens: int
+    bytes_read: int
+    load_ms: float
+    rotate_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why this engine and model can't be served, found when the worker saw them.
+
+    Attributes:
+        everything: nothing can be stored or loaded; otherwise only blending is impossible.
+    """
+
+    reason: str
+    everything: bool
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Loads by request id, and an obstacle once. From one worker, so nothing is ever merged."""
+
+    loads: dict[str, LoadReport] = field(default_factory=dict)
+    obstacle: Obstacle | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self

@@ -1,0 +1,74 @@
+"""What separates stores that must never mix: everything that changes KV bytes (DESIGN.md)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from kvloom.tokens.hashing import namespace_id
+
+LAYOUT_VERSION = 1
+_SAMPLE_BYTES = 65536
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
+
+
+def engine_namespace(vllm_config: VllmConfig, layers: int, heads: int, head_dim: int) -> str:
+    """Hex digest over model, weights, dtypes, geometry, RoPE and parallel layout.
+
+    Args:
+        layers, heads, head_dim: geometry of this rank's KV cache.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    return namespace_id(
+        {
+            "layout": LAYOUT_VERSION,
+            "model": _identity(model.model),
+            "revision": model.revision,
+            "load_format": str(vllm_config.load_config.load_format),
+            "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
+            "hf_overrides": repr(model.hf_overrides),
+            "quantization": model.quantization,
+            "dtype": str(model.dtype),
+            "kv_dtype": str(cache.cache_dtype),
+            "layers": layers,
+            "heads": heads,
+            "head_dim": head_dim,
+            "rope": repr(rope_parameters(vllm_config)),
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+        }
+    )
+
+
+def rope_parameters(vllm_config: VllmConfig) -> dict[str, Any]:
+    """RoPE parameters of the model's own configuration, sorted by name."""
+    config = vllm_config.model_config.hf_text_config
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    for name in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        value = getattr(config, name, None)
+        if value is not None:
+            parameters.setdefault(name, value)
+    return dict(sorted(parameters.items()))
+
+
+def _identity(model: str) -> str:
+    """A hub name as it is; a directory by its files' names, sizes and samples of their bytes.
+
+    The same weights in another place share a namespace; other weights in the same place do not.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for offset in (0, size // 3, 2 * size // 3, max(size - _SAMPLE_BYTES, 0)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,92 @@
+"""RecomputeEngine: the engine's own model, over chosen tokens only (DESIGN.md, spec rows B12, B15).
+
+Every contiguous group of chosen tokens [a..b] is shown to the model as one request whose query is
+the group and whose context is the prompt up to b, in the real request's blocks. The attention
+backend writes their new K and V in place, layer by layer, before it attends: so a token sees the
+blended cache before it, chosen tokens of the same pass included, and choosing all tokens is a full
+prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from kvloom.vllm import compat
+from kvloom.vllm.paged_cache import PagedCache
+
+
+class RecomputeEngine:
+    """Computes KV of chosen prompt tokens in place.
+
+    Args:
+        model: the module that the engine runs.
+        spec: the KV cache spec of the attention group.
+        layers: the group's attention modules by name.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        spec: Any,
+        layers: dict[str, Any],
+        cache: PagedCache,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._model = model
+        self._layer_names = list(layers)
+        self._cache = cache
+        self._builder = compat.metadata_builder(vllm_config, spec, layers, cache.device)
+        # A compiled model accepts no larger batch than the engine's own.
+        self._max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def compute(
+        self,
+        block_ids: Sequence[int],
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        """Fill the cache of one request at ``positions``.
+
+        Args:
+            block_ids: the request's block table; its KV before and between the chosen tokens
+                must be in place.
+            token_ids: int32 [tokens], the tokens at ``positions``.
+            positions: int64 [tokens], strictly ascending positions in the prompt.
+        """
+        for first in range(0, len(positions), self._max_tokens):
+            part = slice(first, first + self._max_tokens)
+            self._compute_batch(block_ids, token_ids[part], positions[part])
+
+    def _compute_batch(
+        self,
+        block_ids: Sequence[int],
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        gaps = np.flatnonzero(np.diff(positions) != 1) + 1
+        starts = np.concatenate(([0], gaps, [len(positions)]))
+        last_positions = positions[starts[1:] - 1]
+        device = self._cache.device
+        where = torch.from_numpy(positions)
+        blocks_used = int(last_positions[-1]) // self._cache.block_size + 1
+        table = torch.tensor(list(block_ids[:blocks_used]), dtype=torch.int32)
+        compat.run_model(
+            self._model,
+            self._vllm_config,
+            self._builder,
+            input_ids=torch.from_numpy(token_ids).to(device),
+            positions=where.to(device),
+            query_starts=torch.from_numpy(starts.astype(np.int32)),
+            seq_lens=torch.from_numpy((last_positions + 1).astype(np.int32)),
+            block_table=table.expand(len(starts) - 1, -1).contiguous(),
+            slots=self._cache.slots(block_ids, where).to(device),
+            layer_names=self._layer_names,
+        )

@@ -1,0 +1,365 @@
+"""The scheduler side: what a request can reuse, and which chunks to save (DESIGN.md).
+
+Path of a request: ``match`` (prefix keys, then the analyzer over the rest; the answer is a prefix
+length) -> ``admit`` (blocks are allocated; a blend leaves the engine's prefix cache) -> ``step``
+(load and save plans for the workers) -> ``finish``. Everything about blocks and computed tokens is
+read from the engine when it is needed: nothing of it is kept here, so a preemption that replaces
+blocks or rewinds tokens leaves nothing stale.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvloom.blend.plan import BlendPlan, Origin, make_plan
+from kvloom.blend.selection import SelectionPolicy
+from kvloom.config import KvloomConfig
+from kvloom.tokens.analyzer import ChunkAnalyzer
+from kvloom.tokens.hashing import prefix_keys, scope_id
+from kvloom.tokens.index import ChunkIndex
+from kvloom.vllm import compat
+from kvloom.vllm.metadata import (
+    LoadPlan,
+    LoadReport,
+    Piece,
+    SaveChunk,
+    SavePlan,
+    StepMetadata,
+    WorkerReport,
+)
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a request can reuse.
+
+    Attributes:
+        local: tokens that the engine has in its own prefix cache.
+        exact: tokens covered by an exact prefix, the engine's or the store's.
+        total: tokens in place when the load is done; the engine computes the rest.
+        blend: the plan over ``[exact, total)``, or None for an exact prefix alone.
+        match_ms: time it took to find.
+    """
+
+    local: int
+    exact: int
+    total: int
+    blend: BlendPlan | None
+    match_ms: float
+
+
+@dataclass
+class RequestState:
+    """What must be remembered of a live request.
+
+    Attributes:
+        request: the engine's request object.
+        keys: prefix keys of the whole chunks of its tokens, extended as it generates.
+        saved: chunks from the start that are stored or on their way.
+        match: of the last lookup.
+        pending: a load to be sent with this step.
+        blended: this admission runs on blended KV: nothing from it may be saved.
+    """
+
+    request: Any
+    scope: bytes
+    keys: list[bytes] = field(default_factory=list)
+    saved: int = 0
+    match: Match | None = None
+    pending: Match | None = None
+    blended: bool = False
+    admitted: Match | None = None
+    report: LoadReport | None = None
+
+
+class BlendScheduler:
+    """Decides what to reuse and what to save; runs in the engine's scheduler thread.
+
+    Args:
+        saves, loads: what the connector's role allows (spec row B3).
+    """
+
+    def __init__(
+        self,
+        config: KvloomConfig,
+        index: ChunkIndex,
+        policy: SelectionPolicy,
+        *,
+        block_size: int,
+        loads: bool,
+        saves: bool,
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._policy = policy
+        self._analyzer = ChunkAnalyzer(config.blend_chunk_size, config.min_match_ratio)
+        self._block_size = block_size
+        self._can_blend = config.blend
+        self._loads = loads
+        self._saves = saves
+        self._states: dict[str, RequestState] = {}
+        self._last_saves: list[SavePlan] = []
+        self._kv_cache_manager: Any = None
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._states)
+
+    def add(self, request: Any) -> None:
+        """Begin to follow a request; those whose KV depends on more than tokens are left alone."""
+        if (
+            request.sampling_params is None
+            or request.prompt_token_ids is None
+            or request.prompt_embeds is not None
+            or request.mm_features
+            or request.resumable
+        ):
+            return
+        lora = request.lora_request
+        scope = scope_id(
+            cache_salt=request.cache_salt, lora_name=lora.lora_name if lora is not None else None
+        )
+        self._states[request.request_id] = RequestState(request, scope)
+
+    def match(self, request: Any, local: int) -> int:
+        """Tokens beyond the ``local`` ones that the worker can put in place; no side effects.
+
+        The engine asks again at every step until the request is admitted: an answer is kept for as
+        long as the question is the same.
+        """
+        state = self._states.get(request.request_id)
+        if state is None or not self._loads or request.skip_reading_prefix_cache:
+            return 0
+        if state.match is None or state.match.local != local:
+            state.match = self._find(state, local)
+        return state.match.total - local
+
+    def admit(self, request: Any, num_external_tokens: int) -> None:
+        """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            return
+        match, state.match = state.match, None
+        state.blended = False
+        state.admitted = match
+        state.pending = match if num_external_tokens > 0 else None
+        if state.pending is not None and state.pending.blend is not None:
+            state.blended = True
+            compat.leave_prefix_cache(
+                self._kv_cache_manager, request, self._block_size, state.pending.exact
+            )
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """Plans for the workers, for the requests scheduled in this step."""
+        metadata = StepMetadata(saves=self._last_saves)
+        self._last_saves = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            if state.pending is not None:
+                metadata.loads.append(self._load_plan(state, state.pending))
+                state.pending = None
+            save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
+            if save is not None:
+                metadata.saves.append(save)
+        return metadata
+
+    def take_report(self, report: WorkerReport) -> None:
+        """What the worker found: once what it can't do, and after each load how it went."""
+        if report.obstacle is not None:
+            self._can_blend = False
+            if report.obstacle.everything:
+                self._loads = self._saves = False
+            what = "is off" if report.obstacle.everything else "reuses exact prefixes only"
+            logger.warning("kvloom %s: %s", what, report.obstacle.reason)
+        for request_id, load in report.loads.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                state.report = load
+                logger.info("kvloom: %s: %s", request_id, _sentence(self._figures(state)))
+
+    def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request.
+
+        Returns:
+            Whether its blocks must stay until its last chunks are saved, and the figures that the
+            client asked for by ``kv_transfer_params: {"kvloom_report": true}``.
+        """
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        figures = None
+        if (request.kv_transfer_params or {}).get("kvloom_report"):
+            figures = {"kvloom": self._figures(state, detail=True)}
+        save = self._save_plan(state, request.num_computed_tokens, last=True)
+        if save is not None:
+            self._last_saves.append(save)
+        return save is not None, figures
+
+    def _find(self, state: RequestState, local: int) -> Match:
+        began = time.perf_counter()
+        tokens = np.asarray(state.request.all_token_ids, dtype=np.int32)
+        self._extend_keys(state, tokens)
+        end = len(tokens) - 1  # the engine needs at least one token to compute
+        size = self._config.blend_chunk_size
+        exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
+        blend = None
+        if self._may_blend(state.request) and end - exact >= self._config.min_blend_tokens:
+            chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
+            plan = make_plan(chunks, end)
+            plan = plan.recompute(self._policy.select(plan))
+            if plan.count(Origin.REUSED) >= self._config.min_blend_tokens:
+                blend = plan
+        total = exact if blend is None else end
+        return Match(local, exact, total, blend, (time.perf_counter() - began) * 1e3)
+
+    def _may_blend(self, request: Any) -> bool:
+        # A LoRA request's forward needs the adapter's own token mapping, which a nested forward
+        # would not have: its chunks are reused as exact prefixes only.
+        return self._can_blend and request.lora_request is None
+
+    def _extend_keys(self, state: RequestState, tokens: npt.NDArray[np.int32]) -> None:
+        size = self._config.blend_chunk_size
+        parent = state.keys[-1] if state.keys else None
+        start = len(state.keys) * size
+        state.keys += prefix_keys(tokens[start:], size, state.scope, parent=parent)
+
+    def _load_plan(self, state: RequestState, match: Match) -> LoadPlan:
+        tokens = np.asarray(state.request.all_token_ids[match.local : match.total], dtype=np.int32)
+        pieces = self._prefix_pieces(state.keys, match.local, match.exact)
+        compute = np.empty(0, dtype=np.int64)
+        if match.blend is not None:
+            compute = match.blend.compute_positions()
+            pieces += [
+                Piece(
+                    load.source_block_id,
+                    load.source_offset,
+                    load.length,
+                    load.target_start,
+                    load.delta if self._config.position_correction else 0,
+                )
+                for load in match.blend.loads()
+            ]
+        return LoadPlan(
+            state.request.request_id,
+            compat.block_ids(self._kv_cache_manager, state.request.request_id),
+            match.local,
+            tokens,
+            pieces,
+            compute,
+        )
+
+    def _prefix_pieces(self, keys: list[bytes], start: int, end: int) -> list[Piece]:
+        """Stored chunks that cover ``[start, end)``; the engine's own hit may end inside a chunk."""
+        size = self._config.blend_chunk_size
+        pieces = []
+        while start < end:
+            chunk, offset = divmod(start, size)
+            length = min(size - offset, end - start)
+            pieces.append(Piece(keys[chunk], offset, length, start, delta=0))
+            start += length
+        return pieces
+
+    def _save_plan(self, state: RequestState, computed: int, last: bool = False) -> SavePlan | None:
+        """Chunks that this step completes.
+
+        ``computed`` may run ahead of the known tokens (asynchronous scheduling) or be rewound
+        (preemption, failed loads): only chunks of known tokens that are computed count, and the
+        cursor follows a rewind.
+        """
+        request = state.request
+        size = self._config.blend_chunk_size
+        known = request.num_tokens if self._config.save_generated else request.num_prompt_tokens
+        complete = min(computed, known) // size
+        state.saved = min(state.saved, request.num_computed_tokens // size)
+        if not self._saves or state.blended or complete <= state.saved:
+            return None
+        if complete > len(state.keys):
+            tokens = np.asarray(request.all_token_ids[: complete * size], dtype=np.int32)
+            self._extend_keys(state, tokens)
+        chunks = [
+            SaveChunk(
+                key=state.keys[i],
+                parent=state.keys[i - 1] if i else state.scope,
+                position=i * size,
+                token_ids=np.asarray(
+                    request.all_token_ids[i * size : (i + 1) * size], dtype=np.int32
+                ),
+            )
+            for i in range(state.saved, complete)
+            if state.keys[i] not in self._index
+        ]
+        state.saved = complete
+        if not chunks:
+            return None
+        blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
+        return SavePlan(request.request_id, state.scope, blocks, chunks, last)
+
+    def _figures(self, state: RequestState, detail: bool = False) -> dict[str, Any]:
+        """What was reused for a request, in plain numbers (JSON)."""
+        match, report = state.admitted, state.report
+        prompt = state.request.num_prompt_tokens
+        figures: dict[str, Any] = {"prompt_tokens": prompt}
+        if match is None:
+            return figures | {"exact": 0, "reused": 0, "recomputed": 0, "new": prompt}
+        blend = match.blend
+        counts = {
+            "exact": match.exact,
+            "reused": blend.count(Origin.REUSED) if blend else 0,
+            "recomputed": blend.count(Origin.RECOMPUTED) if blend else 0,
+        }
+        figures |= counts | {
+            "new": prompt - sum(counts.values()),
+            "local": match.local,
+            "match_ms": round(match.match_ms, 3),
+        }
+        if report is not None:
+            figures |= {
+                "failed": report.failed_tokens,
+                "bytes": report.bytes_read,
+                "load_ms": round(report.load_ms, 3),
+                "rotate_ms": round(report.rotate_ms, 3),
+                "recompute_ms": round(report.compute_ms, 3),
+            }
+        if detail and blend is not None:
+            figures["runs"] = [
+                {
+                    "start": s.target_start,
+                    "length": s.length,
+                    "source": s.source_position,
+                    "chunk": s.source_block_id.hex(),
+                }
+                for run in blend.runs
+                for s in run.stretches
+            ]
+            figures["origins"] = [int(Origin.EXACT)] * match.exact + blend.origin.tolist()
+        return figures
+
+
+def _sentence(figures: dict[str, Any]) -> str:
+    text = (
+        f"{figures['prompt_tokens']} prompt tokens: {figures['exact']} exact, "
+        f"{figures['reused']} reused, {figures['recomputed']} recomputed, {figures['new']} new"
+    )
+    if "load_ms" in figures:
+        text += (
+            f"; {figures['bytes'] / 1e6:.1f} MB; match {figures['match_ms']:.1f} ms, "
+            f"load {figures['load_ms']:.1f} ms, rotate {figures['rotate_ms']:.1f} ms, "
+            f"recompute {figures['recompute_ms']:.1f} ms"
+        )
+        if figures["failed"]:
+            text += f"; {figures['failed']} tokens could not be loaded and were computed"
+    return text
