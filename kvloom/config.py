@@ -1,4 +1,4 @@
-"""The one typed, validated configuration (spec row B2): `kv_connector_extra_config` in, defaults out."""
+"""The one typed, validated configuration: ``kv_connector_extra_config`` (spec row B2)."""
 
 from __future__ import annotations
 

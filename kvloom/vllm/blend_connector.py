@@ -279,7 +279,9 @@ def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | N
     """What of the engine's configuration rules kvloom out; both sides come to the same answer."""
     parallel = vllm_config.parallel_config
     if parallel.world_size > 1:
-        return f"tensor and pipeline parallelism are not supported yet (world size {parallel.world_size})"
+        return (
+            f"tensor and pipeline parallelism are not supported yet ({parallel.world_size} ranks)"
+        )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"models with {len(groups)} KV cache groups are not supported yet"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvloom.blend.rope import RopeSpec
-from kvloom.vllm.paged_cache import CacheLayer, WriteFn
+from kvloom.vllm.paged_cache import CacheLayer
 
 
 class EngineMismatchError(RuntimeError):
@@ -46,12 +46,12 @@ def keep_loaded_models() -> None:
     def remembering(
         self: BaseModelLoader, vllm_config: VllmConfig, model_config: Any, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        model = load_model(self, vllm_config, model_config, *args, **kwargs)
+        model: nn.Module = load_model(self, vllm_config, model_config, *args, **kwargs)
         _models[id(model_config)] = model
         return model
 
     remembering._kvloom = True  # type: ignore[attr-defined]
-    BaseModelLoader.load_model = remembering
+    BaseModelLoader.load_model = remembering  # type: ignore[method-assign]
 
 
 def loaded_model(vllm_config: VllmConfig) -> nn.Module:
@@ -83,14 +83,11 @@ def cache_layer(name: str, layer: Any, cache: Tensor) -> CacheLayer:
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         raise EngineMismatchError(f"{type(layer.impl).__name__} has no do_kv_cache_update")
-    write: WriteFn = functools.partial(_update, update, layer, cache)
+
+    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        update(layer, keys, values, cache, slots)
+
     return CacheLayer(name, cache, write)
-
-
-def _update(
-    update: Any, layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor
-) -> None:
-    update(layer, keys, values, cache, slots)
 
 
 def metadata_builder(

@@ -35,7 +35,7 @@ class LoadPlan:
     Attributes:
         token_ids: int32, the tokens of that range; what can't be loaded is computed from them.
         pieces: what to load, by position.
-        compute: int64 positions to compute, ascending; together with the pieces they cover the range.
+        compute: int64 positions to compute, ascending; with the pieces they cover the range.
     """
 
     request_id: str

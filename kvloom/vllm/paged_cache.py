@@ -40,7 +40,8 @@ class CacheLayer:
 
 
 def _transposed_keys(cache: Tensor) -> Views:
-    """The CPU backend's layout: per block and head K as [head_dim, block_size], then V as [block_size, head_dim]."""
+    """The CPU backend's layout: per block and head K as [head_dim, block_size], then V as
+    [block_size, head_dim]."""
     blocks, heads, block_size, width = cache.shape
     head_dim = width // 2
     shape = (blocks, block_size, heads, head_dim)

@@ -263,7 +263,7 @@ class BlendScheduler:
         )
 
     def _prefix_pieces(self, keys: list[bytes], start: int, end: int) -> list[Piece]:
-        """Stored chunks that cover ``[start, end)``; the engine's own hit may end inside a chunk."""
+        """Stored chunks over ``[start, end)``; the engine's own hit may end inside a chunk."""
         size = self._config.blend_chunk_size
         pieces = []
         while start < end:

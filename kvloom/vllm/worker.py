@@ -155,7 +155,7 @@ class BlendWorker:
         self._engine.compute(plan.block_ids, plan.token_ids[positions - plan.start], positions)
 
     def _loaded(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Buffer | None]]:
-        """Pieces with their chunk's payload, None where it failed; a buffer is valid until the next."""
+        """Pieces with their chunks' payloads (None: failed), each valid until the next."""
         ends = time.monotonic() + self._config.load_timeout_s
         waiting = deque(_batches(pieces, _WAVE))
         flying: deque[_Wave] = deque()

@@ -104,7 +104,7 @@ def test_first_k_recomputes_run_starts_and_boundaries_of_partial_matches(
     reused = set(reused_reference(chunks, end))
     chosen = set()
     for run in run_reference(chunks, end):
-        chosen |= {p for p in range(run[0], min(run[0] + k, run[-1] + 1))}
+        chosen |= set(range(run[0], min(run[0] + k, run[-1] + 1)))
     chosen |= partial_ends(chunks, end, width)
     done = plan.recompute(FirstK(k=k, width=width).select(plan))
     assert {p for p, o in origin_of(done).items() if o == Origin.RECOMPUTED} == chosen & reused
