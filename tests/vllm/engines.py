@@ -1,0 +1,183 @@
+"""Real engines for the tests: vLLM with kvloom, in this process, so that a test can look inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+MODEL_VARIABLE = "KVLOOM_TEST_MODEL"
+
+
+def transfer_config(store: Path, **extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` of a BlendConnector over a store directory."""
+    return {
+        "kv_connector": "BlendConnector",
+        "kv_connector_module_path": "kvloom.vllm.blend_connector",
+        "kv_role": extra.pop("kv_role", "kv_both"),
+        "kv_connector_extra_config": {"storage_backends": str(store), **extra},
+    }
+
+
+@dataclass
+class Answer:
+    """What came back of one request.
+
+    Attributes:
+        tokens: generated token ids.
+        figures: kvloom's report: exact, reused, recomputed, new, failed, ...
+        kv: float32 [layers, 2, prompt tokens, heads, head_dim], as it lay in the cache at the end.
+        cached: tokens that vLLM counts as found, its own and ours.
+    """
+
+    tokens: list[int]
+    text: str
+    figures: dict[str, Any]
+    kv: torch.Tensor
+    cached: int
+    logprobs: list[dict[int, float]]
+
+
+class Engine:
+    """One in-process vLLM engine over a store directory."""
+
+    def __init__(self, model: Path, store: Path, **extra: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.store_path = store
+        self.llm = LLM(
+            str(model),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=4096,
+            disable_log_stats=True,
+            kv_transfer_config=KVTransferConfig(**transfer_config(store, **extra)),
+        )
+        self.tokenizer = self.llm.get_tokenizer()
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self._kv: dict[str, torch.Tensor] = {}
+        finish = self.scheduler.finish
+
+        def finish_and_keep_kv(request: Any) -> Any:
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                self._kv[request.request_id] = self._read_kv(request)
+            return finish(request)
+
+        self.scheduler.finish = finish_and_keep_kv
+
+    @property
+    def connector(self) -> Any:
+        return self.core.scheduler.connector
+
+    @property
+    def scheduler(self) -> Any:
+        """kvloom's scheduler side."""
+        return self.connector._scheduler
+
+    @property
+    def worker(self) -> Any:
+        """kvloom's worker side."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def ask(self, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> Answer:
+        return self.ask_all([tokens], max_tokens, **more)[0]
+
+    def ask_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, salt: str | None = None
+    ) -> list[Answer]:
+        """Greedy answers; the requests are in the engine together."""
+        from vllm import SamplingParams
+
+        self._kv.clear()
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            logprobs=5,
+            extra_args={"kv_transfer_params": {"kvloom_report": True}},
+        )
+        requests = [
+            {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
+            for prompt in prompts
+        ]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        kvs = list(self._kv.items())
+        answers = []
+        for output in outputs:
+            kv = next((kv for name, kv in kvs if name.startswith(output.request_id)), None)
+            assert kv is not None, f"no KV was kept of request {output.request_id}"
+            one = output.outputs[0]
+            answers.append(
+                Answer(
+                    list(one.token_ids),
+                    one.text,
+                    (output.kv_transfer_params or {}).get("kvloom", {}),
+                    kv,
+                    output.num_cached_tokens or 0,
+                    [{t: p.logprob for t, p in step.items()} for step in one.logprobs],
+                )
+            )
+        return answers
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, as a fresh engine has it; the store is settled first."""
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+    def settle(self) -> None:
+        """Wait until what was saved is in the store and the index knows it."""
+        self.worker.drain(30.0)
+        assert self.connector._feeder.wait_idle(30.0)
+
+    @contextmanager
+    def without_store(self) -> Iterator[None]:
+        """Requests in this block neither load nor save: plain vLLM, from an empty prefix cache."""
+        self.forget()
+        scheduler = self.scheduler
+        loads, saves = scheduler._loads, scheduler._saves
+        scheduler._loads = scheduler._saves = False
+        try:
+            yield
+        finally:
+            scheduler._loads, scheduler._saves = loads, saves
+            assert self.llm.reset_prefix_cache()
+
+    def cold(self, tokens: Sequence[int], max_tokens: int = 1) -> Answer:
+        """The answer of plain vLLM."""
+        with self.without_store():
+            return self.ask(tokens, max_tokens)
+
+    def _read_kv(self, request: Any) -> torch.Tensor:
+        cache = self.worker._cache
+        blocks = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        where = torch.arange(request.num_prompt_tokens)
+        out = torch.empty(cache.payload_shape(len(where)), dtype=cache.dtype)
+        cache.gather(cache.slots(blocks, where), out)
+        return out
+
+
+def prose(engine: Engine, seed: int, length: int) -> list[int]:
+    """``length`` tokens of real text, another stretch of it for every seed."""
+    from kvloom.demo.documents import corpus_tokens
+
+    tokens = corpus_tokens(engine.tokenizer, 40_000)
+    start = int(np.random.default_rng(seed).integers(0, len(tokens) - length))
+    return list(tokens[start : start + length])
+
+
+def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
