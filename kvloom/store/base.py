@@ -139,6 +139,10 @@ class Store(ABC):
         """Remove blocks; how many were there."""
 
     @abstractmethod
+    def header(self, key: bytes) -> BlockHeader | None:
+        """A block's header, None where there is no whole one."""
+
+    @abstractmethod
     def headers(self) -> Iterator[BlockHeader]:
         """Headers of all whole blocks, in no order."""
 

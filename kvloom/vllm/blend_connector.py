@@ -29,7 +29,7 @@ from kvloom.blend.selection import make_policy
 from kvloom.config import ConfigError, KvloomConfig
 from kvloom.store.base import Store
 from kvloom.store.catalog import IndexFeeder
-from kvloom.store.registry import acquire_store
+from kvloom.store.registry import acquire_store, release_store
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
@@ -106,13 +106,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._group = kv_cache_config.kv_cache_groups[0]
         spec = cast("FullAttentionSpec", self._group.kv_cache_spec)
         _check_model(self.config, vllm_config, spec.head_size)
-        self._store = acquire_store(
-            self.config.store_pipeline,
-            namespace=engine_namespace(
-                vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size
-            ),
-            config=self.config,
+        namespace = engine_namespace(
+            vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size
         )
+        self._store = acquire_store(namespace, self.config)
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler_side(self._store, spec.block_size)
 
@@ -271,7 +268,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self._feeder is not None:
             self._feeder.close()
         if self._store is not None:
-            self._store.close()
+            release_store(self._store)
         self._worker = self._feeder = self._store = None
 
 

@@ -1,0 +1,181 @@
+"""The stored form of a block (spec row S4): a header that says everything, then the payload.
+
+    offset 0       fixed fields: magic, version, sizes, digests, position, generation, time
+                   token ids    int32 little-endian [tokens]
+                   part sizes   uint64 [parts]
+                   checksums    uint64 [parts], XXH3 of each part
+                   checksum     uint64, XXH3 of the header before it
+    payload_offset parts, one after another; a multiple of 4096 for direct I/O
+
+Self-describing: a directory of such files can be listed, verified and rebuilt with nothing else.
+Whatever does not add up is a ``BadBlockError``, which stages turn into a miss.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvloom.store.base import BlockHeader, PayloadSlice
+
+ALIGNMENT = 4096
+VERSION = 1
+_MAGIC = b"kvloomKV"
+# magic, version, payload offset, tokens, parts, generation, position, created, then four digests.
+_FIXED = struct.Struct("<8sIIIIIQQ16s16s16s16s")
+_WORD = 8
+_MOST_TOKENS = 1 << 20
+_MOST_PARTS = 1 << 16
+
+
+class BadBlockError(ValueError):
+    """Bytes that are no whole, unharmed block of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeader:
+    """A header as it was stored.
+
+    Attributes:
+        checksums: XXH3 of each part, uint64 [parts].
+        payload_offset: where the payload starts in the file.
+    """
+
+    block: BlockHeader
+    checksums: npt.NDArray[np.uint64]
+    payload_offset: int
+
+    @property
+    def file_size(self) -> int:
+        return self.payload_offset + self.block.payload_size
+
+
+def encode_header(header: BlockHeader, payload: memoryview) -> bytes:
+    """Header bytes, padded to the payload's offset.
+
+    Raises:
+        ValueError: a digest is not 16 bytes, or the payload has another size than its parts.
+    """
+    digests = (bytes.fromhex(header.namespace), header.key, header.parent, header.scope)
+    if any(len(digest) != 16 for digest in digests):
+        raise ValueError("namespace, key, parent and scope are digests of 16 bytes")
+    if len(payload) != header.payload_size:
+        raise ValueError(f"payload of {len(payload)} bytes, parts of {header.payload_size}")
+    sizes = np.asarray(header.part_sizes, dtype="<u8")
+    tokens = np.ascontiguousarray(header.token_ids, dtype="<i4").tobytes()
+    length = _FIXED.size + len(tokens) + 2 * sizes.nbytes + _WORD
+    offset = -(-length // ALIGNMENT) * ALIGNMENT
+    fixed = _FIXED.pack(
+        _MAGIC,
+        VERSION,
+        offset,
+        len(header.token_ids),
+        len(sizes),
+        header.generation,
+        header.position,
+        header.created_ns,
+        *digests,
+    )
+    body = b"".join((fixed, tokens, sizes.tobytes(), _checksums(header, payload).tobytes()))
+    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(offset, b"\0")
+
+
+def header_size(start: bytes | memoryview) -> int:
+    """Size of the whole header, from its first bytes (``ALIGNMENT`` of them are enough).
+
+    Raises:
+        BadBlockError: not the start of a block of this version.
+    """
+    if len(start) < _FIXED.size:
+        raise BadBlockError(f"{len(start)} bytes, shorter than a header")
+    magic, version, offset, tokens, parts, *_ = _FIXED.unpack_from(start)
+    if magic != _MAGIC:
+        raise BadBlockError("no kvloom block")
+    if version != VERSION:
+        raise BadBlockError(f"format version {version}, this is {VERSION}")
+    length = _FIXED.size + 4 * tokens + 2 * _WORD * parts + _WORD
+    if (
+        tokens > _MOST_TOKENS
+        or parts > _MOST_PARTS
+        or offset != -(-length // ALIGNMENT) * ALIGNMENT
+    ):
+        raise BadBlockError("header sizes do not add up")
+    return int(offset)
+
+
+def decode_header(data: bytes | memoryview) -> StoredHeader:
+    """The header at the start of ``data``.
+
+    Raises:
+        BadBlockError: anything is short, foreign, or fails its checksum.
+    """
+    offset = header_size(data)
+    if len(data) < offset:
+        raise BadBlockError(f"header cut off at {len(data)} of {offset} bytes")
+    (_, _, _, tokens, parts, generation, position, created, namespace, key, parent, scope) = (
+        _FIXED.unpack_from(data)
+    )
+    tokens_at = _FIXED.size
+    sizes_at = tokens_at + 4 * tokens
+    sums_at = sizes_at + _WORD * parts
+    end = sums_at + _WORD * parts
+    (checksum,) = struct.unpack_from("<Q", data, end)
+    if xxhash.xxh3_64_intdigest(data[:end]) != checksum:
+        raise BadBlockError("header checksum is wrong")
+    block = BlockHeader(
+        namespace=namespace.hex(),
+        key=key,
+        parent=parent,
+        scope=scope,
+        position=position,
+        generation=generation,
+        token_ids=np.frombuffer(data, dtype="<i4", count=tokens, offset=tokens_at).astype(np.int32),
+        part_sizes=tuple(np.frombuffer(data, "<u8", count=parts, offset=sizes_at).tolist()),
+        created_ns=created,
+    )
+    checksums = np.frombuffer(data, dtype="<u8", count=parts, offset=sums_at).copy()
+    return StoredHeader(block, checksums, offset)
+
+
+def parts_of(header: BlockHeader, part: PayloadSlice) -> tuple[int, int, PayloadSlice]:
+    """The parts that a slice touches: first, one past the last, and their byte range.
+
+    Raises:
+        ValueError: the slice reaches past the payload.
+    """
+    if part.offset < 0 or part.length < 0 or part.offset + part.length > header.payload_size:
+        raise ValueError(f"{part} is outside a payload of {header.payload_size} bytes")
+    ends = np.cumsum(header.part_sizes)
+    first = int(np.searchsorted(ends, part.offset, side="right"))
+    last = int(np.searchsorted(ends, part.offset + part.length, side="left")) + 1
+    start = int(ends[first - 1]) if first else 0
+    return first, last, PayloadSlice(start, int(ends[last - 1]) - start)
+
+
+def verify_parts(stored: StoredHeader, first: int, payload: memoryview) -> None:
+    """Check parts from the ``first`` on, as many as ``payload`` holds.
+
+    Raises:
+        BadBlockError: names the part that is damaged.
+    """
+    at = 0
+    for part in range(first, len(stored.block.part_sizes)):
+        if at == len(payload):
+            return
+        size = stored.block.part_sizes[part]
+        if xxhash.xxh3_64_intdigest(payload[at : at + size]) != int(stored.checksums[part]):
+            raise BadBlockError(f"part {part} fails its checksum")
+        at += size
+
+
+def _checksums(header: BlockHeader, payload: memoryview) -> npt.NDArray[np.uint64]:
+    sums: list[int] = []
+    at = 0
+    for size in header.part_sizes:
+        sums.append(xxhash.xxh3_64_intdigest(payload[at : at + size]))
+        at += size
+    return np.asarray(sums, dtype="<u8")
