@@ -1,4 +1,4 @@
-"""A real vLLM engine for the demo and the benchmarks: started in a process of its own, and timed."""
+"""A real vLLM engine for the demo and the benchmarks, in processes of its own, and timed."""
 
 from __future__ import annotations
 

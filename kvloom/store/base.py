@@ -65,7 +65,7 @@ class Changes:
 
 
 class Task(ABC):
-    """A batch under way. Entry i is the outcome for the i-th key: True only if it is wholly done."""
+    """A batch under way. Entry i is the i-th key's outcome: True only if it is wholly done."""
 
     @abstractmethod
     def check(self) -> bool:
@@ -131,7 +131,7 @@ class Store(ABC):
         The caller keeps ``buffers`` unchanged until the entry has an outcome.
         """
 
-    def prefetch(self, keys: Sequence[bytes]) -> None:
+    def prefetch(self, keys: Sequence[bytes]) -> None:  # noqa: B027  (a stage may ignore it)
         """A hint that keys will be loaded soon; a fast stage may fetch them in the background."""
 
     @abstractmethod

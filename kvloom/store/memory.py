@@ -14,7 +14,7 @@ _SLAB_BYTES = 32 * 1024**2
 
 
 class HostMemory:
-    """At most ``limit_bytes`` handed out or kept for reuse, by pieces of equal size. Thread-safe."""
+    """At most ``limit_bytes``, handed out or kept for reuse by pieces of equal size."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._left = limit_bytes

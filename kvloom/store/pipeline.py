@@ -19,7 +19,7 @@ _CLOSE_S = 5.0
 
 
 class Pipeline(Store):
-    """At least two stages, the fastest first; the last one decides whether a dump counts as done."""
+    """At least two stages, the fastest first; a dump is done when the last one says so."""
 
     def __init__(self, stages: Sequence[Store]) -> None:
         self.namespace = stages[0].namespace

@@ -205,8 +205,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         obstacle, self._obstacle = self._obstacle, None
-        loads = self._worker.take_reports() if self._worker else {}
-        return WorkerReport(loads, obstacle) if loads or obstacle else None
+        report = self._worker.take_report() if self._worker else WorkerReport()
+        report.obstacle = obstacle
+        return report if report.loads or report.lost or obstacle else None
 
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

@@ -1,4 +1,4 @@
-"""Payload buffers between the store and the paged cache: the same memory as bytes and as a tensor."""
+"""Payload buffers between store and paged cache: the same memory as bytes and as a tensor."""
 
 from __future__ import annotations
 

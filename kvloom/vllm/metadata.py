@@ -107,9 +107,16 @@ class Obstacle:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Loads by request id, and an obstacle once. From one worker, so nothing is ever merged."""
+    """What happened in a step. There is one worker, so nothing is ever merged.
+
+    Attributes:
+        loads: by request id.
+        lost: keys that could not be loaded or saved: they are not in the store.
+        obstacle: reported once.
+    """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
+    lost: list[bytes] = field(default_factory=list)
     obstacle: Obstacle | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -10,6 +10,7 @@ blocks or rewinds tokens leaves nothing stale.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ from kvloom.vllm.metadata import (
 )
 
 logger = init_logger(__name__)
+
+_MOST_UNREPORTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class RequestState:
         match: of the last lookup.
         pending: a load to be sent with this step.
         blended: this admission runs on blended KV: nothing from it may be saved.
+        admitted: the match that this admission uses.
+        loading: a load was sent; report: what became of it.
     """
 
     request: Any
@@ -78,6 +83,7 @@ class RequestState:
     pending: Match | None = None
     blended: bool = False
     admitted: Match | None = None
+    loading: bool = False
     report: LoadReport | None = None
 
 
@@ -108,6 +114,8 @@ class BlendScheduler:
         self._saves = saves
         self._states: dict[str, RequestState] = {}
         self._last_saves: list[SavePlan] = []
+        # Requests of one token end before their step's report arrives.
+        self._unreported: OrderedDict[str, RequestState] = OrderedDict()
         self._kv_cache_manager: Any = None
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -172,6 +180,7 @@ class BlendScheduler:
             if state.pending is not None:
                 metadata.loads.append(self._load_plan(state, state.pending))
                 state.pending = None
+                state.loading = True
             save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
             if save is not None:
                 metadata.saves.append(save)
@@ -185,8 +194,10 @@ class BlendScheduler:
                 self._loads = self._saves = False
             what = "is off" if report.obstacle.everything else "reuses exact prefixes only"
             logger.warning("kvloom %s: %s", what, report.obstacle.reason)
+        for key in report.lost:
+            self._index.remove(key)
         for request_id, load in report.loads.items():
-            state = self._states.get(request_id)
+            state = self._states.get(request_id) or self._unreported.pop(request_id, None)
             if state is not None:
                 state.report = load
                 logger.info("kvloom: %s: %s", request_id, _sentence(self._figures(state)))
@@ -201,6 +212,10 @@ class BlendScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
+        if state.loading and state.report is None:
+            self._unreported[request.request_id] = state
+            if len(self._unreported) > _MOST_UNREPORTED:
+                self._unreported.popitem(last=False)
         figures = None
         if (request.kv_transfer_params or {}).get("kvloom_report"):
             figures = {"kvloom": self._figures(state, detail=True)}
@@ -291,22 +306,36 @@ class BlendScheduler:
             tokens = np.asarray(request.all_token_ids[: complete * size], dtype=np.int32)
             self._extend_keys(state, tokens)
         chunks = [
-            SaveChunk(
-                key=state.keys[i],
-                parent=state.keys[i - 1] if i else state.scope,
-                position=i * size,
-                token_ids=np.asarray(
-                    request.all_token_ids[i * size : (i + 1) * size], dtype=np.int32
-                ),
-            )
+            self._chunk(state, i)
             for i in range(state.saved, complete)
             if state.keys[i] not in self._index
         ]
         state.saved = complete
         if not chunks:
             return None
+        for chunk in chunks:
+            # Counted as stored from now on, so that the next request finds it; what does not come
+            # true is reported as lost.
+            self._index.add(
+                key=chunk.key,
+                parent=chunk.parent,
+                scope=state.scope,
+                token_ids=chunk.token_ids,
+                position=chunk.position,
+                created_ns=time.time_ns(),
+            )
         blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
         return SavePlan(request.request_id, state.scope, blocks, chunks, last)
+
+    def _chunk(self, state: RequestState, number: int) -> SaveChunk:
+        start = number * self._config.blend_chunk_size
+        end = start + self._config.blend_chunk_size
+        return SaveChunk(
+            key=state.keys[number],
+            parent=state.keys[number - 1] if number else state.scope,
+            position=start,
+            token_ids=np.asarray(state.request.all_token_ids[start:end], dtype=np.int32),
+        )
 
     def _figures(self, state: RequestState, detail: bool = False) -> dict[str, Any]:
         """What was reused for a request, in plain numbers (JSON)."""

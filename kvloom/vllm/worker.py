@@ -22,7 +22,7 @@ from kvloom.blend.rope import PositionCorrector
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer, BufferPool
-from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, SavePlan
+from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, SaveChunk, SavePlan, WorkerReport
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
 
@@ -35,6 +35,13 @@ _WAVES_AHEAD = 2
 @dataclass(frozen=True, slots=True)
 class _Wave:
     pieces: list[Piece]
+    buffers: list[Buffer]
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    keys: list[bytes]
     buffers: list[Buffer]
     task: Task
 
@@ -67,16 +74,16 @@ class BlendWorker:
         self._save_buffers = BufferPool(
             shape, cache.dtype, count=max(config.save_queue_bytes // payload_bytes, 1)
         )
-        self._dumps: deque[tuple[Task, list[Buffer]]] = deque()
+        self._dumps: deque[_Dump] = deque()
         self._dropped_saves = 0
         self._failed_blocks: set[int] = set()
         self._finished_saves: set[str] = set()
-        self._reports: dict[str, LoadReport] = {}
+        self._report = WorkerReport()
 
     def load(self, plan: LoadPlan) -> None:
         """Put a plan's KV in place, or report its blocks as failed; never raises."""
         try:
-            self._reports[plan.request_id] = self._fill(plan)
+            self._report.loads[plan.request_id] = self._fill(plan)
         except Exception:
             logger.exception(
                 "kvloom: filling the cache of request %s failed; vLLM computes it instead",
@@ -86,11 +93,15 @@ class BlendWorker:
 
     def save(self, plan: SavePlan) -> None:
         """Copy a plan's chunks out and hand them to the store; never raises."""
+        keys = [chunk.key for chunk in plan.chunks]
         try:
-            if not self._failed_blocks.intersection(plan.block_ids):
+            if self._failed_blocks.intersection(plan.block_ids):
+                self._report.lost += keys  # vLLM computes these blocks again, in a later step
+            else:
                 self._dump(plan)
         except Exception:
             logger.exception("kvloom: saving chunks of request %s failed", plan.request_id)
+            self._report.lost += keys
         if plan.last:
             self._finished_saves.add(plan.request_id)
 
@@ -102,18 +113,15 @@ class BlendWorker:
         finished, self._finished_saves = self._finished_saves, set()
         return finished
 
-    def take_reports(self) -> dict[str, LoadReport]:
-        reports, self._reports = self._reports, {}
-        return reports
+    def take_report(self) -> WorkerReport:
+        report, self._report = self._report, WorkerReport()
+        return report
 
     def drain(self, deadline_s: float) -> None:
         """Wait until what was handed to the store is stored, at most ``deadline_s`` seconds."""
         ends = time.monotonic() + deadline_s
         while self._dumps:
-            task, buffers = self._dumps.popleft()
-            task.wait(max(ends - time.monotonic(), 0.0))
-            for buffer in buffers:
-                self._save_buffers.release(buffer)
+            self._end(self._dumps.popleft(), max(ends - time.monotonic(), 0.0))
 
     def _fill(self, plan: LoadPlan) -> LoadReport:
         began = time.perf_counter()
@@ -123,6 +131,7 @@ class BlendWorker:
         for piece, buffer in self._loaded(plan.pieces):
             if buffer is None:
                 failed.append(piece)
+                self._report.lost.append(piece.key)
                 continue
             payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
@@ -203,7 +212,7 @@ class BlendWorker:
         for chunk in plan.chunks:
             buffer = self._save_buffers.acquire()
             if buffer is None:
-                self._drop(len(plan.chunks) - len(headers))
+                self._drop(plan.chunks[len(headers) :])
                 break
             where = torch.arange(chunk.position, chunk.position + len(chunk.token_ids))
             slots = self._cache.slots(plan.block_ids, where).to(self._cache.device)
@@ -225,21 +234,27 @@ class BlendWorker:
             )
         if headers:
             task = self._store.dump(headers, [buffer.memory for buffer in buffers])
-            self._dumps.append((task, buffers))
+            self._dumps.append(_Dump([header.key for header in headers], buffers, task))
 
     def _reap(self) -> None:
-        while self._dumps and self._dumps[0][0].check():
-            for buffer in self._dumps.popleft()[1]:
-                self._save_buffers.release(buffer)
+        while self._dumps and self._dumps[0].task.check():
+            self._end(self._dumps.popleft(), 0.0)
 
-    def _drop(self, chunks: int) -> None:
+    def _end(self, dump: _Dump, deadline_s: float) -> None:
+        outcomes = dump.task.wait(deadline_s)
+        self._report.lost += [k for k, done in zip(dump.keys, outcomes, strict=True) if not done]
+        for buffer in dump.buffers:
+            self._save_buffers.release(buffer)
+
+    def _drop(self, chunks: list[SaveChunk]) -> None:
+        self._report.lost += [chunk.key for chunk in chunks]
         if not self._dropped_saves:
             logger.warning(
                 "kvloom: the store is slower than the engine: saves beyond save_queue_bytes = %d "
                 "are dropped (raise it, or use a faster store)",
                 self._config.save_queue_bytes,
             )
-        self._dropped_saves += chunks
+        self._dropped_saves += len(chunks)
 
 
 def _batches(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:

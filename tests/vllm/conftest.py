@@ -20,7 +20,14 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def running_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     running = Engine(model, tmp_path_factory.mktemp("store"), min_blend_tokens=64)
     yield running
     running.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(running_engine: Engine) -> Engine:
+    """The shared engine with nothing cached and nothing stored."""
+    running_engine.clear()
+    return running_engine

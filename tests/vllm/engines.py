@@ -31,7 +31,8 @@ class Answer:
 
     Attributes:
         tokens: generated token ids.
-        figures: kvloom's report: exact, reused, recomputed, new, failed, ...
+        figures: kvloom's report: exact, reused, recomputed, new, ...
+        failed: tokens that should have been loaded and were computed instead.
         kv: float32 [layers, 2, prompt tokens, heads, head_dim], as it lay in the cache at the end.
         cached: tokens that vLLM counts as found, its own and ours.
     """
@@ -39,6 +40,7 @@ class Answer:
     tokens: list[int]
     text: str
     figures: dict[str, Any]
+    failed: int
     kv: torch.Tensor
     cached: int
     logprobs: list[dict[int, float]]
@@ -73,6 +75,14 @@ class Engine:
             return finish(request)
 
         self.scheduler.finish = finish_and_keep_kv
+        self._loads: dict[str, Any] = {}
+        take_report = self.scheduler.take_report
+
+        def keep_and_take_report(report: Any) -> None:
+            self._loads |= report.loads
+            take_report(report)
+
+        self.scheduler.take_report = keep_and_take_report
 
     @property
     def connector(self) -> Any:
@@ -103,6 +113,7 @@ class Engine:
         from vllm import SamplingParams
 
         self._kv.clear()
+        self._loads.clear()
         params = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -115,18 +126,18 @@ class Engine:
             for prompt in prompts
         ]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        kvs = list(self._kv.items())
         answers = []
         for output in outputs:
-            kv = next((kv for name, kv in kvs if name.startswith(output.request_id)), None)
-            assert kv is not None, f"no KV was kept of request {output.request_id}"
+            (name,) = [name for name in self._kv if name.startswith(f"{output.request_id}-")]
+            load = self._loads.get(name)
             one = output.outputs[0]
             answers.append(
                 Answer(
                     list(one.token_ids),
                     one.text,
                     (output.kv_transfer_params or {}).get("kvloom", {}),
-                    kv,
+                    load.failed_tokens if load is not None else 0,
+                    self._kv[name],
                     output.num_cached_tokens or 0,
                     [{t: p.logprob for t, p in step.items()} for step in one.logprobs],
                 )
@@ -142,6 +153,14 @@ class Engine:
         """Wait until what was saved is in the store and the index knows it."""
         self.worker.drain(30.0)
         assert self.connector._feeder.wait_idle(30.0)
+
+    def clear(self) -> None:
+        """Empty the store too."""
+        self.forget()
+        store = self.connector._store
+        store.delete([header.key for header in store.headers()])
+        self.settle()
+        assert len(self.scheduler._index) == 0
 
     @contextmanager
     def without_store(self) -> Iterator[None]:

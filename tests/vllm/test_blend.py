@@ -1,4 +1,4 @@
-"""Reuse on the real engine: exact prefixes, blends, and that neither is ever taken for the other."""
+"""Reuse on the real engine: exact prefixes and blends, and that neither passes for the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_a_stored_prompt_is_an_exact_prefix_bit_for_bit(engine: Engine) -> None:
     engine.forget()
     again = engine.ask(prompt, max_tokens=8)
     assert again.figures["exact"] == 700 // CHUNK * CHUNK
-    assert torch.equal(again.kv[:, :, : again.figures["exact"]], first.kv[:, :, : again.figures["exact"]])
+    assert torch.equal(
+        again.kv[:, :, : again.figures["exact"]], first.kv[:, :, : again.figures["exact"]]
+    )
     assert again.tokens == first.tokens
 
 
@@ -48,7 +50,7 @@ def test_a_moved_document_is_blended(engine: Engine, shift: int) -> None:
     assert blend.figures["recomputed"] == 32
     assert blend.figures["reused"] + 32 >= 500 - 2 * CHUNK
     assert blend.cached == len(prompt) - 1
-    assert blend.figures["failed"] == 0
+    assert blend.failed == 0
 
 
 def test_reused_values_are_the_stored_ones_and_keys_are_rotated(engine: Engine) -> None:
@@ -64,7 +66,8 @@ def test_reused_values_are_the_stored_ones_and_keys_are_rotated(engine: Engine) 
     where = torch.from_numpy(reused)
     assert torch.equal(blend.kv[:, 1, where], source.kv[:, 1, stored])
     cold = engine.cold(prose(engine, 32, 130) + document + prose(engine, 33, 20))
-    assert largest_difference(blend.kv[0, 0, where], cold.kv[0, 0, where]) < 1e-4
+    # The engine takes its angles in float32: at position 530 that alone is 1e-4 on keys up to 10.
+    assert largest_difference(blend.kv[0, 0, where], cold.kv[0, 0, where]) < 5e-4
     assert largest_difference(source.kv[0, 0, stored], cold.kv[0, 0, where]) > 1.0
 
 
@@ -112,7 +115,9 @@ def test_a_blend_is_never_served_as_exact(engine: Engine) -> None:
     engine.ask(prose(engine, 61, 80) + document)
     prompt = prose(engine, 62, 120) + document + prose(engine, 63, 40)
     engine.forget()
-    known = set(engine.scheduler._index_keys()) if hasattr(engine.scheduler, "_index_keys") else None
+    known = (
+        set(engine.scheduler._index_keys()) if hasattr(engine.scheduler, "_index_keys") else None
+    )
     del known
     first = engine.ask(prompt, max_tokens=150)
     assert first.figures["reused"] > 300
@@ -185,7 +190,11 @@ def test_salts_never_share_exactly_or_blended(engine: Engine) -> None:
             assert (other.figures["exact"], other.figures["reused"]) == (0, 0)
             engine.forget()
             engine.connector._store.delete(
-                [h.key for h in engine.connector._store.headers() if h.scope != scope_of("tenant a")]
+                [
+                    h.key
+                    for h in engine.connector._store.headers()
+                    if h.scope != scope_of("tenant a")
+                ]
             )
             engine.settle()
     assert engine.ask_all([mine], salt="tenant a")[0].figures["exact"] > 0
@@ -228,13 +237,11 @@ def test_odd_prompts_are_answered_as_ever(engine: Engine, prompt: list[int]) -> 
     """One token, borders, all tokens equal: the first answer is plain vLLM's, the next right."""
     cold = engine.cold(prompt, max_tokens=8)
     first = engine.ask(prompt, max_tokens=8)
-    assert first.tokens == cold.tokens or first.figures["reused"] > 0
+    assert first.tokens == cold.tokens
     engine.forget()
     again = engine.ask(prompt, max_tokens=8)
-    whole = len(prompt) // CHUNK * CHUNK
-    assert again.figures["exact"] in (whole, len(prompt) - 1, max(whole - CHUNK, 0))
-    if first.figures["reused"] == 0:
-        assert again.tokens == cold.tokens
+    assert again.figures["exact"] == min(len(prompt) // CHUNK * CHUNK, len(prompt) - 1)
+    assert again.tokens == cold.tokens
 
 
 def test_no_state_is_left_of_finished_and_aborted_requests(engine: Engine) -> None:
