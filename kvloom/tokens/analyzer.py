@@ -97,6 +97,7 @@ class _Matching:
         self._taken = np.zeros(len(tokens), dtype=np.bool_)
         self._taken[:start] = True
         self._tiles: list[Chunk] = []
+        self._slots: dict[bytes, int] = {}  # of the chunks that tiles use, by key
 
     def tiles(self) -> list[Chunk]:
         for chain in self._longest_first(self._chains()):
@@ -108,7 +109,7 @@ class _Matching:
         for first, last in self._gaps():
             self._tiles.append(Chunk(first, last, ChunkType.NO_MATCH))
         self._tiles.sort(key=lambda tile: tile.start_idx)
-        return _mark_continuations(self._tiles, self._index)
+        return self._mark_continuations()
 
     # Whole chunks
 
@@ -165,11 +166,13 @@ class _Matching:
         number = itertools.count()  # settles ties: chains themselves have no order
         heap = [(self._rank(chain), next(number), chain) for chain in chains]
         heapq.heapify(heap)
-        while heap and self._room():
+        while heap:
             chain = heapq.heappop(heap)[-1]
             free = self._free_parts(chain)
             if free == [chain]:
                 yield chain
+            elif not free and not self._room():
+                return
             else:
                 for part in free:
                     heapq.heappush(heap, (self._rank(part), next(number), part))
@@ -246,10 +249,12 @@ class _Matching:
         self._taken[start : start + length] = True
 
     def _stretch(self, start: int, slot: int, offset: int, length: int) -> Stretch:
+        key = self._index.key(slot)
+        self._slots[key] = slot
         return Stretch(
             target_start=start,
             length=length,
-            source_block_id=self._index.key(slot),
+            source_block_id=key,
             source_offset=offset,
             source_position=self._index.position(slot) + offset,
         )
@@ -300,7 +305,7 @@ class _Matching:
         found: list[tuple[int, int]] = []
         for tile in self._tiles:
             if tile.end_idx == first and tile.stretches:
-                slot = self._index.slot_of(tile.stretches[-1].source_block_id)
+                slot = self._slots.get(tile.stretches[-1].source_block_id)
                 if slot is not None:
                     left = self._size - (
                         tile.stretches[-1].source_offset + tile.stretches[-1].length
@@ -309,7 +314,7 @@ class _Matching:
                         found.append((first - (self._size - left), slot))
                     found += [(first + left, c) for c in self._index.child_slots(slot, 1)]
             if tile.start_idx == last and tile.stretches:
-                slot = self._index.slot_of(tile.stretches[0].source_block_id)
+                slot = self._slots.get(tile.stretches[0].source_block_id)
                 if slot is not None:
                     offset = tile.stretches[0].source_offset
                     if offset >= _MIN_PIECE:
@@ -349,6 +354,31 @@ class _Matching:
                 joined[-1] = both
                 self._taken[both.start_idx : both.end_idx] = True
         self._tiles = joined
+
+    def _mark_continuations(self) -> list[Chunk]:
+        """Set ``continues`` where a stretch goes on right where the one before ends, in both."""
+        used = np.fromiter(self._slots.values(), dtype=np.int32, count=len(self._slots))
+        parents = dict(zip(self._slots, self._index.parent_slots(used).tolist(), strict=True))
+        marked = []
+        before: Stretch | None = None
+        for tile in self._tiles:
+            stretches = []
+            for stretch in tile.stretches:
+                if (
+                    before is not None
+                    and before.target_end == stretch.target_start
+                    and before.delta == stretch.delta
+                    and (
+                        before.source_block_id == stretch.source_block_id
+                        or self._slots[before.source_block_id] == parents[stretch.source_block_id]
+                    )
+                ):
+                    stretches.append(replace(stretch, continues=True))
+                else:
+                    stretches.append(stretch)
+                before = stretch
+            marked.append(replace(tile, stretches=tuple(stretches)) if stretches else tile)
+        return marked
 
     def _joined(self, left: Chunk, right: Chunk) -> Chunk | None:
         before, after = left.stretches[-1], right.stretches[0]
@@ -397,29 +427,6 @@ def _equal_pieces(source: Tokens, target: Tokens) -> list[tuple[int, int, int]]:
         for block in matcher.get_matching_blocks()
         if block.size >= _MIN_PIECE
     ]
-
-
-def _mark_continuations(tiles: list[Chunk], index: ChunkIndex) -> list[Chunk]:
-    """Set ``continues`` where a stretch goes on right where the one before ends, in both texts."""
-    marked = []
-    before: Stretch | None = None
-    for tile in tiles:
-        stretches = []
-        for stretch in tile.stretches:
-            stretches.append(replace(stretch, continues=_continues(before, stretch, index)))
-            before = stretch
-        marked.append(replace(tile, stretches=tuple(stretches)) if stretches else tile)
-    return marked
-
-
-def _continues(before: Stretch | None, stretch: Stretch, index: ChunkIndex) -> bool:
-    if before is None or before.target_end != stretch.target_start or before.delta != stretch.delta:
-        return False
-    if before.source_block_id == stretch.source_block_id:
-        return True
-    slot = index.slot_of(stretch.source_block_id)
-    parent = None if slot is None else index.parent_slot(slot)
-    return parent is not None and index.key(parent) == before.source_block_id
 
 
 def _equal_at_start(left: Tokens, right: Tokens) -> int:

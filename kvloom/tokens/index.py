@@ -28,8 +28,8 @@ _ROW = np.dtype(
         ("scope", "i4"),
         ("position", "i4"),
         ("created_ns", "i8"),
-        ("key", "V16"),
-        ("parent", "V16"),
+        ("key", "<u8", (2,)),
+        ("parent", "<u8", (2,)),
     ]
 )
 
@@ -101,8 +101,8 @@ class ChunkIndex:
                 scope_number,
                 position,
                 created_ns,
-                key,
-                parent,
+                _words(key),
+                _words(parent),
             )
             self._tokens[slot] = token_ids
             self._by_print.add(fingerprint, slot)
@@ -160,14 +160,14 @@ class ChunkIndex:
 
     def parent_slots(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """``parent_slot`` of many; -1 where the parent is not known."""
-        return np.fromiter(
-            (
-                -1 if (parent := self.parent_slot(slot)) is None else parent
-                for slot in slots.tolist()
-            ),
-            dtype=np.int32,
-            count=len(slots),
-        )
+        wanted = self._rows["parent"][slots]
+        found = self._by_key.find(np.ascontiguousarray(wanted[:, 0]))
+        same = (self._rows["key"][found] == wanted).all(axis=1)
+        # Two keys of one first word are next to impossible, but then the chain has both.
+        for place in np.flatnonzero((found >= 0) & ~same).tolist():
+            parent = self.parent_slot(int(slots[place]))
+            found[place] = -1 if parent is None else parent
+        return found
 
     def candidates(
         self,
@@ -271,6 +271,10 @@ class ChunkIndex:
             tokens = np.zeros(shape, dtype=np.int32)
             tokens[: len(self._tokens)] = self._tokens
             self._tokens = tokens
+
+
+def _words(key: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(key, dtype="<u8")
 
 
 def _short(key: bytes) -> int:

@@ -1,0 +1,107 @@
+"""``kvloom bench``: measured figures, as a table and, with ``--json``, under stable names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvloom.bench.report import Report
+
+app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Model folder; default: kvloom model's.")
+]
+LogOption = Annotated[Path, typer.Option("--log", help="Where the engines' own output goes.")]
+DEFAULT_LOG = Path("kvloom-bench.log")
+
+
+@app.command()
+def ttft(
+    sizes: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    model: ModelOption = None,
+    json: JsonOption = None,
+    log: LogOption = DEFAULT_LOG,
+) -> None:
+    """Time to first token: cold, vLLM's prefix cache, exact prefix, blend."""
+    from kvloom.bench import ttft as bench
+
+    lengths = [int(size) for size in sizes.split(",")]
+    _run(lambda show: bench.run(_model(model), lengths, repeats, show), json, log)
+
+
+@app.command()
+def save(
+    tokens: Annotated[int, typer.Option(help="Prompt length.")] = 2048,
+    pairs: Annotated[int, typer.Option(min=1, help="Prompts for each engine.")] = 7,
+    model: ModelOption = None,
+    json: JsonOption = None,
+    log: LogOption = DEFAULT_LOG,
+) -> None:
+    """What saving costs a cold prefill."""
+    from kvloom.bench import save as bench
+
+    _run(lambda show: bench.run(_model(model), tokens, pairs, show), json, log)
+
+
+@app.command()
+def match(
+    chunks: Annotated[int, typer.Option(help="Chunks in the index.")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(help="Prompt length.")] = 32768,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    json: JsonOption = None,
+) -> None:
+    """Matching of a long prompt against a large index."""
+    from kvloom.bench import match as bench
+
+    _run(lambda show: bench.run(chunks, tokens, repeats, show), json)
+
+
+@app.command()
+def rotate(repeats: Annotated[int, typer.Option(min=1)] = 9, json: JsonOption = None) -> None:
+    """Rotation of keys against a plain copy."""
+    from kvloom.bench import rotate as bench
+
+    _run(lambda show: bench.run(repeats), json)
+
+
+def _model(given: Path | None) -> Path:
+    from kvloom.demo.model import DEFAULT_TARGET
+
+    path = (given or DEFAULT_TARGET).expanduser()
+    if not (path / "config.json").is_file():
+        raise typer.BadParameter(
+            f"no model at {path}: make one by `kvloom model`", param_hint="--model"
+        )
+    return path
+
+
+def _run(
+    work: Callable[[Callable[[str], None]], Report], json: Path | None, log: Path | None = None
+) -> None:
+    from kvloom.demo.engine import quiet_engines
+
+    with _terminal(quiet_engines, log) as terminal:
+        console = Console(file=terminal)
+        with console.status("starting") as status:
+            report = work(lambda phase: status.update(phase))
+        report.show(console)
+        if json is not None:
+            report.write(json)
+            console.print(f"figures: {json}")
+
+
+def _terminal(
+    quiet: Callable[[Path], AbstractContextManager[IO[str]]], log: Path | None
+) -> AbstractContextManager[IO[str] | None]:
+    from contextlib import nullcontext
+
+    return quiet(log) if log is not None else nullcontext(None)
