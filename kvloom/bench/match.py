@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,77 +21,133 @@ MOST_BYTES = 100.0
 _CHUNK = 64
 _VOCABULARY = 49152
 _DOCUMENT_CHUNKS = 16
+_BATCH = 256  # documents added at once, and that a prompt is made of
+_FEW_EDITS = 1 / 200  # for each token
+_PROMPTS_SEED = 2**40  # no stored document's
 
 Tokens = npt.NDArray[np.int32]
 
 
-def run(chunks: int, prompt_tokens: int, repeats: int, progress: Progress) -> Report:
+def run(
+    chunks: int = 1_000_000,
+    prompt_tokens: int = 32768,
+    repeats: int = 7,
+    progress: Progress = lambda phase: None,
+) -> Report:
     """Documents of random tokens, 16 chunks each, fill the index; prompts are made of them.
+
+    Every prompt is seen once, so that its chunks are not in the processor's caches already. A
+    figure is the median time, ``_cpu_ms`` of it what this thread had of a core: the one to read
+    where others share the machine.
 
     Args:
         chunks: size of the index.
         prompt_tokens: length of the prompts.
+        repeats: prompts of each kind.
     """
     report = Report(f"Matching {prompt_tokens:,} tokens against {chunks:,} chunks, one core")
-    random = np.random.default_rng(0)
-    index = ChunkIndex(_CHUNK, max_chunks=chunks)
     scope = scope_id()
-    documents: list[Tokens] = []
-    began = time.perf_counter()
-    for number in range(chunks // _DOCUMENT_CHUNKS):
-        if number % 4096 == 0:
-            progress(f"building the index: {number * _DOCUMENT_CHUNKS:,} of {chunks:,} chunks")
-        document = _text(random, _DOCUMENT_CHUNKS * _CHUNK)
-        _add(index, document, scope)
-        if len(documents) * len(document) < 2 * prompt_tokens:
-            documents.append(document)
-    report.add("match.build_s", time.perf_counter() - began, "s")
+    before = _anonymous_bytes()
+    index = ChunkIndex(_CHUNK, max_chunks=chunks)
+    seeds = range(-(-chunks // (_BATCH * _DOCUMENT_CHUNKS)))
+    spent = 0.0
+    for seed in seeds:
+        progress(f"building the index: {len(index):,} of {chunks:,} chunks")
+        spent += _add(index, _documents(seed), scope)
+    report.add("match.build_s", spent, "s")
     report.at_most("match.bytes_a_chunk", index.nbytes / len(index), "B", MOST_BYTES)
+    report.add("match.process_bytes_a_chunk", (_anonymous_bytes() - before) / len(index), "B")
+    report.add("match.file_bytes_a_chunk", index.token_bytes / len(index), "B")
     analyzer = ChunkAnalyzer(_CHUNK, 0.8)
-    for name, prompt in _prompts(random, documents, prompt_tokens).items():
+    for name, make in _prompts(seeds, prompt_tokens).items():
         progress(f"matching: {name}")
-        times = _times_ms(lambda p=prompt: analyzer.analyze(p, index, scope), repeats)
+        times, cpu_times, matched = [], [], 0
+        for _ in range(repeats):
+            prompt = make()
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            tiles = analyzer.analyze(prompt, index, scope)
+            cpu_times.append((time.thread_time() - cpu_began) * 1e3)
+            times.append((time.perf_counter() - began) * 1e3)
+            matched += sum(stretch.length for tile in tiles for stretch in tile.stretches)
         report.at_most(f"match.{name}_ms", statistics.median(times), "ms", MOST_MS)
         report.add(f"match.{name}_worst_ms", max(times), "ms")
+        report.add(f"match.{name}_cpu_ms", statistics.median(cpu_times), "ms")
+        report.add(f"match.{name}_reused", 100 * matched / (repeats * prompt_tokens), "%")
     return report
 
 
-def _prompts(random: np.random.Generator, documents: list[Tokens], size: int) -> dict[str, Tokens]:
-    """Nothing known; half and all known, moved by some tokens; known with an edit in each chunk."""
-    order = random.permutation(len(documents))
-    opening = _text(random, 37)
-    known = np.concatenate([opening, *(documents[i] for i in order)])[:size]
-    half = np.concatenate(
-        [piece for i in order for piece in (documents[i], _text(random, len(documents[i])))]
-    )[5 : size + 5]
-    edited = known.copy()
-    edited[random.integers(0, _CHUNK, size // _CHUNK) + np.arange(0, size, _CHUNK)] = 1
-    return {"new": _text(random, size), "half": half, "moved": known, "edited": edited}
+def _prompts(seeds: range, size: int) -> dict[str, Callable[[], Tokens]]:
+    """Nothing known; half and all known, moved by some tokens; known with an edit in each chunk,
+    and with an edit every 200 tokens or so (another token, one more, one less)."""
+    random = np.random.default_rng(_PROMPTS_SEED)
+
+    def known() -> Tokens:
+        documents = _documents(int(random.choice(seeds)))
+        pieces: list[Tokens] = [_text(random, 37), *random.permutation(documents)]
+        return np.concatenate(pieces)[:size]
+
+    def half() -> Tokens:
+        documents = random.permutation(_documents(int(random.choice(seeds))))
+        pieces: list[Tokens] = [
+            piece for each in documents for piece in (each, _text(random, len(each)))
+        ]
+        return np.concatenate(pieces)[5 : size + 5]
+
+    def edited() -> Tokens:
+        prompt = known()
+        starts = np.arange(0, len(prompt) - _CHUNK + 1, _CHUNK)
+        prompt[random.integers(0, _CHUNK, len(starts)) + starts] = _VOCABULARY
+        return prompt
+
+    def few_edits() -> Tokens:
+        prompt = known()
+        places = np.flatnonzero(random.random(len(prompt)) < _FEW_EDITS)
+        kinds = random.integers(0, 3, len(places))
+        prompt[places[kinds == 0]] = _VOCABULARY
+        longer = np.insert(prompt, places[kinds == 1], _VOCABULARY)
+        return np.delete(longer, places[kinds == 2])[:size]
+
+    return {
+        "new": lambda: _text(random, size),
+        "half": half,
+        "moved": known,
+        "few_edits": few_edits,
+        "edited": edited,
+    }
 
 
-def _add(index: ChunkIndex, document: Tokens, scope: bytes) -> None:
-    parent = scope
-    for number, key in enumerate(prefix_keys(document, _CHUNK, scope)):
-        start = number * _CHUNK
-        index.add(
-            key=key,
-            parent=parent,
-            scope=scope,
-            token_ids=document[start : start + _CHUNK],
-            position=start,
-        )
-        parent = key
+def _documents(seed: int) -> Tokens:
+    shape = (_BATCH, _DOCUMENT_CHUNKS * _CHUNK)
+    return np.random.default_rng(seed).integers(0, _VOCABULARY, shape, dtype=np.int32)
+
+
+def _add(index: ChunkIndex, documents: Tokens, scope: bytes) -> float:
+    """Add documents' chunks; seconds that the index took, without making keys."""
+    keys: list[bytes] = []
+    parents: list[bytes] = []
+    for document in documents:
+        names = prefix_keys(document, _CHUNK, scope)
+        keys += names
+        parents += [scope, *names[:-1]]
+    began = time.perf_counter()
+    index.add_many(
+        keys=keys,
+        parents=parents,
+        scopes=[scope] * len(keys),
+        token_ids=documents.reshape(-1, _CHUNK),
+        positions=np.tile(np.arange(_DOCUMENT_CHUNKS) * _CHUNK, len(documents)),
+    )
+    return time.perf_counter() - began
 
 
 def _text(random: np.random.Generator, size: int) -> Tokens:
     return random.integers(0, _VOCABULARY, size, dtype=np.int32)
 
 
-def _times_ms(work: Callable[[], object], repeats: int) -> list[float]:
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - began) * 1e3)
-    return times
+def _anonymous_bytes() -> int:
+    """Anonymous memory of this process; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))

@@ -1,77 +1,89 @@
 """ChunkIndex: which stored chunks hold these tokens (spec rows B5, B6, B8, S11).
 
-Fixed-width columns, one row ("slot") a chunk: fingerprint, key, parent, scope, position, age; and
-multimaps from whole-chunk fingerprints, from fingerprints of parts (``anchors``, to find edited
-chunks), from keys and from parents to slots. Token ids lie in a file-backed array that the kernel
-may page out: they are read only for the few chunks that a prompt is compared with.
+A chunk has a record (tokens, key, parent, scope, ...) in a file that the kernel may page out, at a
+number of this index alone, its slot. Memory holds only hints, tables from hashes to slots: of the
+whole chunk's tokens, of parts of them (anchors, by which edited chunks are found), of its key and
+of its parent's. Hints are verified against the record before anything is made of them, so a hash
+that collides or a hint that is stale costs a look and no more.
 """
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
 import threading
 from collections.abc import Sequence
-from typing import IO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tokens.hashing import rolling_fingerprints
-from kvloom.tokens.table import MultiMap
+from kvloom.tokens import hashing
+from kvloom.tokens.hashing import KEY_BYTES
+from kvloom.tokens.hints import Hashes, HintTable, Numbers
+from kvloom.tokens.records import Records
 
-ANCHORS = 8  # parts of a chunk: one that no edit touched finds it
-_COMPARE = 4096  # windows compared at once: 1 MiB of tokens, whatever the number of candidates
-_ROW = np.dtype(
-    [
-        ("live", "?"),
-        ("generation", "u1"),
-        ("scope", "i4"),
-        ("position", "i4"),
-        ("created_ns", "i8"),
-        ("key", "<u8", (2,)),
-        ("parent", "<u8", (2,)),
-    ]
-)
+Tokens = npt.NDArray[np.int32]
+Fingerprints = npt.NDArray[np.uint64]
+
+ANCHORS = 4  # parts of a chunk: any one that no edit touched finds it
+# The newest sources of a text are looked at, so that one stored a thousand times (boilerplate, a
+# system prompt) is not compared a thousand times; more of them would hardly give longer runs.
+_SOURCES = 8
+_MOST_PAIRS = 65536  # of windows and sources in one prompt: then fewer sources for each
+_BATCH = 4096
+_COMPARE = 4096  # windows compared at once: 1 MiB of tokens
 
 
 class ChunkIndex:
-    """Chunks by their tokens, thread-safe; over ``max_chunks`` the oldest added is forgotten.
+    """Chunks by their tokens, thread-safe; over ``max_chunks`` the oldest added are forgotten.
 
-    Slots are numbers of this index alone. Whoever uses several calls on slots holds ``lock``
-    meanwhile, so that a slot keeps its meaning.
+    Whoever uses several calls on slots holds ``lock`` meanwhile, so that a slot keeps its meaning.
+    Writers prepare their work without it: a look-up never waits for a merge of tables.
+
+    Args:
+        chunk_size: tokens of a chunk; others are ignored.
     """
 
     def __init__(self, chunk_size: int, max_chunks: int = 1_000_000) -> None:
+        if chunk_size < 1 or max_chunks < 1:
+            raise ValueError(f"an index of {max_chunks} chunks of {chunk_size} tokens holds none")
         self.chunk_size = chunk_size
-        self.anchor_size = max(chunk_size // ANCHORS, 1)
+        self.anchor_size = max(chunk_size // ANCHORS, min(8, chunk_size))
         self.lock = threading.RLock()
+        self._writing = threading.Lock()  # taken before ``lock``
         self._max_chunks = max_chunks
+        # A slot is used anew only after all tables have dropped its hints, so an old hint never
+        # names a new chunk. The slack is what may be forgotten before they are cleaned.
+        self._capacity = max_chunks + max(64, max_chunks // 8)
+        self._records = Records(_record(chunk_size))
+        self._live = np.zeros(0, dtype=np.bool_)
+        self._added = np.zeros(0, dtype=np.uint32)  # order of being added
         self._count = 0
-        self._cursor = 0
-        self._scopes: dict[bytes, int] = {}
-        self._by_print, self._by_anchor = MultiMap(), MultiMap()
-        self._by_key, self._by_parent = MultiMap(), MultiMap()
-        self._rows = np.zeros(0, dtype=_ROW)
-        self._tokens: npt.NDArray[np.int32] = np.empty((0, chunk_size), dtype=np.int32)
-        self._file = _scratch_file()
-        self._grow(min(1024, max_chunks))
+        self._clock = 0
+        self._unused = 0  # slots from here on were never used
+        self._free: Numbers = np.empty(0, dtype=np.intp)
+        self._by_age: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)  # the oldest first ...
+        self._next_oldest = 0  # ... those before this place are forgotten
+        self._whole, self._anchors = HintTable(), HintTable()
+        self._keys, self._children = HintTable(), HintTable()
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, key: bytes) -> bool:
-        with self.lock:
-            return self.slot_of(key) is not None
+        return bool(self.known([key])[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of anonymous memory; token ids are in a file."""
-        maps = (self._by_print, self._by_anchor, self._by_key, self._by_parent)
-        return self._rows.nbytes + sum(table.nbytes for table in maps)
+        """Bytes of anonymous memory; records are in a file (``token_bytes``)."""
+        tables = (self._whole, self._anchors, self._keys, self._children)
+        total = sum(table.nbytes for table in tables) + self._live.nbytes + self._added.nbytes
+        return total + self._by_age.nbytes + self._free.nbytes + self._memory_records()
 
     @property
     def token_bytes(self) -> int:
-        return self._tokens.nbytes
+        """Bytes of the file of records: token ids, and what else is known of a chunk."""
+        return self._records.rows.nbytes - self._memory_records()
 
     def add(
         self,
@@ -79,211 +91,329 @@ class ChunkIndex:
         key: bytes,
         parent: bytes,
         scope: bytes,
-        token_ids: npt.NDArray[np.int32],
+        token_ids: npt.ArrayLike,
         position: int,
         generation: int = 0,
         created_ns: int = 0,
     ) -> None:
-        """Make a chunk known; a key that is known already, or another chunk size, is ignored."""
-        if len(token_ids) != self.chunk_size:
-            return
-        fingerprint = int(rolling_fingerprints(token_ids, self.chunk_size)[0])
-        step = self.anchor_size
-        anchors = rolling_fingerprints(token_ids, step)[::step][:ANCHORS]
-        with self.lock:
-            if self.slot_of(key) is not None:
-                return
-            slot = self._take_slot()
-            scope_number = self._scopes.setdefault(scope, len(self._scopes))
-            self._rows[slot] = (
-                True,
-                generation,
-                scope_number,
-                position,
-                created_ns,
-                _words(key),
-                _words(parent),
+        """Make a chunk known; one that is known already, or of another size, is ignored.
+
+        Args: as in ``BlockHeader``. Many chunks at once are much faster by ``add_many``.
+        """
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        if len(tokens) == self.chunk_size:
+            self.add_many(
+                keys=[key],
+                parents=[parent],
+                scopes=[scope],
+                token_ids=tokens[None],
+                positions=[position],
+                generations=[generation],
+                created_ns=[created_ns],
             )
-            self._tokens[slot] = token_ids
-            self._by_print.add(fingerprint, slot)
-            for part, anchor in enumerate(anchors.tolist()):
-                self._by_anchor.add(anchor, slot * ANCHORS + part)
-            self._by_key.add(_short(key), slot)
-            self._by_parent.add(_short(parent), slot)
-            self._count += 1
+
+    def add_many(
+        self,
+        *,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        scopes: Sequence[bytes],
+        token_ids: Tokens,
+        positions: npt.ArrayLike,
+        generations: npt.ArrayLike = 0,
+        created_ns: npt.ArrayLike = 0,
+    ) -> None:
+        """``add`` for many: sequences of n, ``token_ids`` int32 [n, chunk_size].
+
+        ``generations`` and ``created_ns`` may be one number for all.
+        """
+        if token_ids.shape[1:] != (self.chunk_size,):
+            return
+        rows = np.zeros(len(keys), dtype=self._records.rows.dtype)
+        rows["tokens"], rows["position"] = token_ids, positions
+        rows["generation"], rows["created_ns"] = generations, created_ns
+        rows["key"], rows["parent"] = _words(keys), _words(parents)
+        tags = {scope: _scope_tag(scope) for scope in set(scopes)}
+        rows["scope"] = np.array([tags[scope] for scope in scopes]).reshape(-1, 2)
+        rows = rows[[len(key) == KEY_BYTES for key in keys]]
+        step = min(_BATCH, self._capacity - self._max_chunks, self._max_chunks)
+        with self._writing:
+            for first in range(0, len(rows), step):
+                self._insert(rows[first : first + step])
 
     def remove(self, key: bytes) -> bool:
         """Forget a chunk; whether it was known."""
-        with self.lock:
-            slot = self.slot_of(key)
-            if slot is None:
+        with self._writing:
+            slots = self._slots_of(_words([key]))
+            if len(key) != KEY_BYTES or slots[0] < 0:
                 return False
-            self._forget(slot)
+            self._forget(slots)
             return True
 
-    def prefix_hits(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are known as exact KV."""
+    def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which chunks are known, bool [n]."""
         with self.lock:
-            for count, key in enumerate(keys):
-                slot = self.slot_of(key)
-                if slot is None or self._rows["generation"][slot] != 0:
-                    return count
-            return len(keys)
+            known = self._slots_of(_words(keys)) >= 0
+        return known & np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
 
-    def slot_of(self, key: bytes) -> int | None:
-        for slot in self._by_key.entries(_short(key), limit=self._max_chunks):
-            if self.key(slot) == key:
-                return slot
-        return None
+    def prefix_hits(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are known as exact KV (generation 0)."""
+        with self.lock:
+            slots = self._slots_of(_words(keys))
+            exact = slots >= 0
+            exact[exact] = self._records.rows["generation"][slots[exact]] == 0
+        exact &= np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
+        missing = np.flatnonzero(~exact)
+        return int(missing[0]) if missing.size else len(keys)
 
-    def key(self, slot: int) -> bytes:
-        return bytes(self._rows["key"][slot].tobytes())
+    # For the matcher, which holds ``lock``
 
-    def parent_slot(self, slot: int) -> int | None:
-        return self.slot_of(bytes(self._rows["parent"][slot].tobytes()))
+    def rows(self, slots: Numbers) -> npt.NDArray[Any]:
+        """Copies of records: fields tokens, key, position, created_ns, ..."""
+        return self._records.rows[slots]
 
-    def child_slots(self, slot: int, limit: int) -> list[int]:
-        """Chunks that followed this one in some prompt, the newest first."""
-        key = self.key(slot)
-        children = self._by_parent.entries(_short(key), limit)
-        return [child for child in children if self._rows["parent"][child].tobytes() == key]
+    def tokens(self, slots: Numbers) -> Tokens:
+        """Token ids int32 [n, chunk_size]."""
+        tokens: Tokens = self._records.rows["tokens"][slots]
+        return tokens
 
-    def position(self, slot: int) -> int:
-        return int(self._rows["position"][slot])
+    def created_ns(self, slots: Numbers) -> npt.NDArray[np.int64]:
+        created: npt.NDArray[np.int64] = self._records.rows["created_ns"][slots]
+        return created
 
-    def created_ns(self, slot: int) -> int:
-        return int(self._rows["created_ns"][slot])
+    def parents(self, slots: Numbers) -> Numbers:
+        """Slots of the chunks before; -1 where that is not known."""
+        rows = self._records.rows
+        wanted, parents = rows["parent"][slots], rows["parent_slot"][slots].astype(np.intp)
+        known = self._live[parents] & (rows["key"][parents] == wanted).all(axis=1)
+        if not known.all():  # the parent came later, or was forgotten
+            parents[~known] = self._slots_of(wanted[~known])
+        return parents
 
-    def tokens(self, slots: int | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Token ids of a chunk [chunk_size], or of several [n, chunk_size]."""
-        return self._tokens[slots]
+    def children(self, slots: Numbers, limit: int) -> tuple[Numbers, Numbers]:
+        """(index into ``slots``, slot of a chunk that followed it in some prompt) pairs."""
+        keys = self._records.rows["key"][slots]
+        which, found, _ = self._children.find(_key_hashes(keys), limit)
+        good = self._live[found]
+        good &= (self._records.rows["parent"][found] == keys[which]).all(axis=1)
+        return which[good], found[good]
 
-    def parent_slots(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """``parent_slot`` of many; -1 where the parent is not known."""
-        wanted = self._rows["parent"][slots]
-        found = self._by_key.find(np.ascontiguousarray(wanted[:, 0]))
-        same = (self._rows["key"][found] == wanted).all(axis=1)
-        # Two keys of one first word are next to impossible, but then the chain has both.
-        for place in np.flatnonzero((found >= 0) & ~same).tolist():
-            parent = self.parent_slot(int(slots[place]))
-            found[place] = -1 if parent is None else parent
-        return found
-
-    def candidates(
-        self,
-        windows: npt.NDArray[np.int32],
-        fingerprints: npt.NDArray[np.uint64],
-        scope: bytes,
-        limit: int,
-    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]:
-        """Stored chunks that equal windows of a prompt, token by token.
+    def find_whole(self, tokens: Tokens, scope: bytes) -> tuple[Numbers, Numbers, bool]:
+        """Stored chunks of a scope that equal windows of a text, token by token.
 
         Args:
-            windows: int32 [n, chunk_size]; fingerprints: uint64 [n], of the windows.
-            limit: candidates looked at for each window, the newest first: text that is stored a
-                thousand times (boilerplate) must not be compared a thousand times.
+            tokens: int32 [n].
 
         Returns:
-            (window, slot) pairs, by ascending window.
+            (offset, slot) pairs, by ascending offset, at most 8 for an offset; and whether these
+            are all there are.
         """
-        scope_number = self._scopes.get(scope)
-        if scope_number is None:
-            return np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int32)
-        heads = self._by_print.find(fingerprints)
-        hit = np.flatnonzero(heads >= 0)
-        pairs: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]] = []
-        slots = heads[hit]
-        for _ in range(limit):
-            if not hit.size:
-                break
-            mine = self._rows["scope"][slots] == scope_number
-            pairs.append((hit[mine], slots[mine]))
-            slots = self._by_print.next(slots)
-            left = slots >= 0
-            hit, slots = hit[left], slots[left]
-        if not pairs:
-            return np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int32)
-        where = np.concatenate([pair[0] for pair in pairs])
-        which = np.concatenate([pair[1] for pair in pairs])
-        equal = np.concatenate(
-            [
-                (windows[where[i : i + _COMPARE]] == self._tokens[which[i : i + _COMPARE]]).all(
-                    axis=1
-                )
-                for i in range(0, len(where), _COMPARE)
-            ]
-            or [np.empty(0, dtype=np.bool_)]
+        prints = hashing.rolling_fingerprints(tokens, self.chunk_size)
+        where, slots, complete = self._find(self._whole, prints, scope, width=self.chunk_size)
+        equal = np.empty(len(where), dtype=np.bool_)
+        for i in range(0, len(where), _COMPARE):
+            part = slice(i, i + _COMPARE)
+            windows = np.lib.stride_tricks.sliding_window_view(tokens, self.chunk_size)
+            equal[part] = (windows[where[part]] == self.tokens(slots[part])).all(axis=1)
+        return where[equal], slots[equal], complete
+
+    def find_anchored(
+        self, tokens: Tokens, chosen: npt.NDArray[np.bool_], scope: bytes
+    ) -> tuple[Numbers, Numbers]:
+        """Chunks of a scope one of whose parts may stand in a text: hints only.
+
+        Args:
+            tokens: int32 [n]; chosen: bool [n - anchor_size + 1], the offsets to look at.
+
+        Returns:
+            (offset where the chunk's first token would stand, perhaps negative; slot) pairs.
+        """
+        prints = hashing.rolling_fingerprints(tokens, self.anchor_size)
+        where, entries, _ = self._find(
+            self._anchors,
+            prints,
+            scope,
+            width=self.anchor_size,
+            chosen=chosen,
+            entries_per_slot=ANCHORS,
         )
-        where, which = where[equal], which[equal]
-        order = np.argsort(where, kind="stable")
-        return where[order], which[order]
+        slots, part = np.divmod(entries, ANCHORS)
+        return where - part * self.anchor_size, slots
 
-    def anchored(
-        self, fingerprints: npt.NDArray[np.uint64], scope: bytes, limit: int
-    ) -> list[tuple[int, int]]:
-        """(offset, slot) of chunks one of whose parts may stand in a stretch of a prompt.
-
-        Args:
-            fingerprints: uint64, of ``anchor_size`` tokens at each offset of the stretch.
-            limit: candidates for each offset, the newest first.
-
-        Returns:
-            Where the chunk's first token would stand, perhaps before the stretch, and its slot;
-            hints only, each once, in the order of the text.
-        """
-        scope_number = self._scopes.get(scope)
-        heads = self._by_anchor.find(fingerprints)
-        found: dict[tuple[int, int], None] = {}
-        for offset in np.flatnonzero(heads >= 0).tolist():
-            for entry in self._by_anchor.entries(int(fingerprints[offset]), limit):
-                slot, part = divmod(entry, ANCHORS)
-                if self._rows["scope"][slot] == scope_number:
-                    found[offset - part * self.anchor_size, slot] = None
-        return list(found)
-
-    def _take_slot(self) -> int:
-        slot = self._cursor
-        self._cursor = (slot + 1) % self._max_chunks
-        if slot >= len(self._rows):
-            self._grow(min(2 * len(self._rows), self._max_chunks))
-        if self._rows["live"][slot]:
-            self._forget(slot)
-        return slot
-
-    def _forget(self, slot: int) -> None:
-        self._rows["live"][slot] = False
-        self._by_print.remove(slot)
-        for part in range(min(ANCHORS, self.chunk_size // self.anchor_size)):
-            self._by_anchor.remove(slot * ANCHORS + part)
-        self._by_key.remove(slot)
-        self._by_parent.remove(slot)
-        self._count -= 1
-
-    def _grow(self, slots: int) -> None:
-        rows = np.zeros(slots, dtype=_ROW)
-        rows[: len(self._rows)] = self._rows
-        self._rows = rows
-        shape = (slots, self.chunk_size)
-        if self._file is not None:
-            self._file.truncate(4 * slots * self.chunk_size)
-            self._tokens = np.memmap(self._file, dtype=np.int32, mode="r+", shape=shape)
+    def _find(
+        self,
+        table: HintTable,
+        prints: Fingerprints,
+        scope: bytes,
+        *,
+        width: int,
+        chosen: npt.NDArray[np.bool_] | None = None,
+        entries_per_slot: int = 1,
+    ) -> tuple[Numbers, Numbers, bool]:
+        tag = _scope_tag(scope)
+        hashes = _print_hashes(prints, tag)
+        if chosen is None:
+            where = table.may_have(hashes)
         else:
-            tokens = np.zeros(shape, dtype=np.int32)
-            tokens[: len(self._tokens)] = self._tokens
-            self._tokens = tokens
+            where = np.flatnonzero(chosen)
+            where = where[table.may_have(hashes[where])]
+        kept = _without_overlaps(where, prints[where], width)
+        limit = max(1, min(_SOURCES, _MOST_PAIRS // max(len(kept), 1)))
+        which, entries, complete = table.find(hashes[kept], limit)
+        slots = entries // entries_per_slot
+        good = self._live[slots]
+        good &= (self._records.rows["scope"][slots] == tag).all(axis=1)
+        return kept[which[good]], entries[good], complete and len(kept) == len(where)
+
+    def _slots_of(self, keys: Fingerprints) -> Numbers:
+        """Slots of keys, uint64 [n, 2]; -1 where a key is not known."""
+        slots = np.full(len(keys), -1, dtype=np.intp)
+        which, found, _ = self._keys.find(_key_hashes(keys))
+        good = self._live[found]
+        good &= (self._records.rows["key"][found] == keys[which]).all(axis=1)
+        slots[which[good]] = found[good]
+        return slots
+
+    # For writers, which hold ``_writing``
+
+    def _insert(self, rows: npt.NDArray[Any]) -> None:
+        new = np.sort(np.unique(rows["key"], axis=0, return_index=True)[1])
+        rows = rows[new[self._slots_of(rows["key"][new]) < 0]]
+        if not len(rows):
+            return
+        self._forget_oldest(self._count + len(rows) - self._max_chunks)
+        slots = self._take_slots(len(rows))
+        tags = rows["scope"]
+        self._records.rows[slots] = rows
+        self._added[slots] = np.arange(self._clock, self._clock + len(rows))
+        self._clock += len(rows)
+        self._whole.add(_print_hashes(hashing.row_fingerprints(rows["tokens"]), tags), slots)
+        for part in range(self.chunk_size // self.anchor_size):
+            first = part * self.anchor_size
+            prints = hashing.row_fingerprints(rows["tokens"][:, first : first + self.anchor_size])
+            self._anchors.add(_print_hashes(prints, tags), ANCHORS * slots + part)
+        self._keys.add(_key_hashes(rows["key"]), slots)
+        self._children.add(_key_hashes(rows["parent"]), slots)
+        with self.lock:
+            self._live[slots] = True
+            self._count += len(rows)
+        self._records.rows["parent_slot"][slots] = self._slots_of(rows["parent"])
+
+    def _forget(self, slots: Numbers) -> None:
+        with self.lock:
+            self._live[slots] = False
+            self._count -= len(slots)
+
+    def _forget_oldest(self, count: int) -> None:
+        while count > 0:
+            if self._next_oldest >= len(self._by_age):
+                self._sort_by_age()
+            oldest = self._by_age[self._next_oldest : self._next_oldest + count]
+            self._next_oldest += len(oldest)
+            oldest = oldest[self._live[oldest]]
+            self._forget(oldest.astype(np.intp))
+            count -= len(oldest)
+
+    def _sort_by_age(self) -> None:
+        live = np.flatnonzero(self._live)
+        live = live[np.argsort(self._added[live])]
+        self._by_age, self._next_oldest = live.astype(np.int32), 0
+        self._added[live] = np.arange(len(live))  # so the clock never runs over
+        self._clock = len(live)
+
+    def _take_slots(self, count: int) -> Numbers:
+        if self._unused + count <= self._capacity:
+            first, self._unused = self._unused, self._unused + count
+            self._grow(self._unused)
+            return np.arange(first, self._unused)
+        if len(self._free) < count:
+            self._clean()
+        slots, self._free = self._free[:count], self._free[count:]
+        return slots
+
+    def _clean(self) -> None:
+        """Drop the hints of forgotten chunks, so that their slots can be used anew."""
+        self._grow(self._capacity)
+        keep = self._live.__getitem__
+        tables = (
+            self._whole.kept(keep),
+            self._anchors.kept(lambda entries: keep(entries // ANCHORS)),
+            self._keys.kept(keep),
+            self._children.kept(keep),
+        )
+        with self.lock:
+            self._whole, self._anchors, self._keys, self._children = tables
+        self._free = np.flatnonzero(~self._live)
+        self._unused = self._capacity
+        self._sort_by_age()  # a slot used anew is no longer as old as the list says
+
+    def _grow(self, needed: int) -> None:
+        have = len(self._live)
+        if needed <= have:
+            return
+        size = min(max(needed, have + have // 4, 1024), max(self._capacity, needed))
+        live, added = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.uint32)
+        live[:have], added[:have] = self._live, self._added
+        self._records.grow(size)
+        with self.lock:
+            self._live, self._added = live, added
+
+    def _memory_records(self) -> int:
+        return 0 if self._records.in_file else self._records.rows.nbytes
 
 
-def _words(key: bytes) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(key, dtype="<u8")
+def _record(chunk_size: int) -> np.dtype[np.void]:
+    return np.dtype(
+        [
+            ("key", "<u8", 2),
+            ("parent", "<u8", 2),
+            ("scope", "<u8", 2),
+            ("created_ns", "<i8"),
+            ("position", "<i4"),
+            ("parent_slot", "<i4"),  # a hint, perhaps stale
+            ("generation", "<i4"),
+            ("tokens", "<i4", chunk_size),
+        ]
+    )
 
 
-def _short(key: bytes) -> int:
-    return int.from_bytes(key[:8], "little")
+def _words(keys: Sequence[bytes]) -> Fingerprints:
+    """Keys as uint64 [n, 2]; one of another length (no key at all) as zeros."""
+    blank = bytes(KEY_BYTES)
+    data = b"".join(key if len(key) == KEY_BYTES else blank for key in keys)
+    return np.frombuffer(data, dtype="<u8").reshape(-1, 2)
 
 
-def _scratch_file() -> IO[bytes] | None:
-    """An unlinked file for token ids; None (memory instead) where no disk can be had."""
-    try:
-        return tempfile.TemporaryFile(prefix="kvloom-tokens-")
-    except OSError:
-        return None
+def _scope_tag(scope: bytes) -> Fingerprints:
+    return np.frombuffer(hashlib.blake2b(scope, digest_size=16).digest(), dtype="<u8")
+
+
+def _key_hashes(keys: Fingerprints) -> Hashes:
+    return _top(keys[..., 0] * np.uint64(0x9FB21C651E98DF25) + keys[..., 1])
+
+
+def _print_hashes(prints: Fingerprints, tags: Fingerprints) -> Hashes:
+    """Scopes have hashes of their own: no tenant's chunks crowd out those of another."""
+    return _top(prints ^ tags[..., 0])
+
+
+def _top(values: Fingerprints) -> Hashes:
+    top: Hashes = ((values * np.uint64(0xD6E8FEB86659FD93)) >> np.uint64(32)).astype(np.uint32)
+    return top
+
+
+def _without_overlaps(where: Numbers, prints: Fingerprints, width: int) -> Numbers:
+    """Of the offsets with one fingerprint, one in each stretch of ``width`` tokens.
+
+    Equal windows overlap only in text that repeats itself (equal tokens, tables of zeros), and then
+    one stands at every offset: without this, work would grow with offsets instead of chunks. The
+    ends that it costs are won back when runs are extended.
+    """
+    order = np.lexsort((where, prints))
+    ordered, places = prints[order], where[order] // width
+    again = (ordered[1:] == ordered[:-1]) & (places[1:] == places[:-1])
+    if not again.any():
+        return where
+    kept: Numbers = where[order[np.concatenate(([True], ~again))]]
+    kept.sort()
+    return kept
