@@ -28,8 +28,8 @@ STORY = (
 )
 RULES = (
     "From the rules of winter: the crane on the north quay lifts four tonnes and is booked a week "
-    "ahead with Per Lund. Hulls are washed on Tuesdays and Fridays behind the shed, where the drain "
-    "leads to a tank. Masts lie in the long rack by length, the longest at the bottom, and each "
+    "ahead with Per Lund. Hulls are washed on Tuesdays and Fridays behind the shed, as the drain "
+    "there has a tank. Masts lie in the long rack by length, the longest at the bottom, and each "
     "carries the name of its boat. Batteries are kept in the cellar of the office at ten degrees. "
     "Whoever finds ice in the basin rings the bell at the gate and writes the hour into the book. "
 )
