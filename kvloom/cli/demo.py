@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvloom.demo.run import Round
 
 _LEGEND = """
-[dim]exact: loaded as stored. reused: loaded and moved to a new place. anew: known, computed anew in \
-its new context. new: never seen. as cold: answer tokens equal to the cold answer's, from its start.
+[dim]exact: loaded as stored. reused: loaded and moved to a new place. anew: known, computed anew \
+in its new context. new: never seen. as cold: leading answer tokens equal to the cold answer's.
 An exact prefix answers as cold does. A blend is an approximation: quick, close, not the same.[/]
 """
 _KINDS = ("exact", "reused", "recomputed", "new")
