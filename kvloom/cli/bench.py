@@ -92,7 +92,7 @@ def _run(
     with _terminal(quiet_engines, log) as terminal:
         console = Console(file=terminal)
         with console.status("starting") as status:
-            report = work(lambda phase: status.update(phase))
+            report = work(status.update)
         report.show(console)
         if json is not None:
             report.write(json)

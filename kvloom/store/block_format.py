@@ -4,7 +4,8 @@
                    token ids    int32 little-endian [tokens]
                    part sizes   uint64 [parts]
                    checksums    uint64 [parts], XXH3 of each part
-                   checksum     uint64, XXH3 of the header before it
+                   zeros
+                   checksum     uint64, XXH3 of all the bytes before it
     payload_offset parts, one after another; a multiple of 4096 for direct I/O
 
 Self-describing: a directory of such files can be listed, verified and rebuilt with nothing else.
@@ -81,7 +82,8 @@ def encode_header(header: BlockHeader, payload: memoryview) -> bytes:
         *digests,
     )
     body = b"".join((fixed, tokens, sizes.tobytes(), _checksums(header, payload).tobytes()))
-    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(offset, b"\0")
+    body = body.ljust(offset - _WORD, b"\0")
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
 def header_size(start: bytes | memoryview) -> int:
@@ -122,9 +124,8 @@ def decode_header(data: bytes | memoryview) -> StoredHeader:
     tokens_at = _FIXED.size
     sizes_at = tokens_at + 4 * tokens
     sums_at = sizes_at + _WORD * parts
-    end = sums_at + _WORD * parts
-    (checksum,) = struct.unpack_from("<Q", data, end)
-    if xxhash.xxh3_64_intdigest(data[:end]) != checksum:
+    (checksum,) = struct.unpack_from("<Q", data, offset - _WORD)
+    if xxhash.xxh3_64_intdigest(data[: offset - _WORD]) != checksum:
         raise BadBlockError("header checksum is wrong")
     block = BlockHeader(
         namespace=namespace.hex(),

@@ -286,7 +286,7 @@ class Posix(Store):
         if any(path.exists() for path in paths):
             return True
         path = paths[0]
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(path.parent)
         temporary = path.with_name(
             f"{path.stem}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}{_TEMPORARY}"
         )
@@ -479,6 +479,14 @@ def _write_fully(descriptor: int, pieces: list[memoryview]) -> None:
             count -= len(pieces.pop(0))
         if pieces:
             pieces[0] = pieces[0][count:]
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and its missing parents, all 0700: ``mkdir(parents=True)`` would leave the
+    parents to the umask, readable by all."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

