@@ -76,8 +76,9 @@ class EngineUnderTest:
     def ask(self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Reply:
         """Greedy answer to a prompt of token ids; ``salt`` separates what may be reused."""
         from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
 
-        request: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        request = TokensPrompt(prompt_token_ids=list(prompt))
         if salt is not None:
             request["cache_salt"] = salt
         params = SamplingParams(
@@ -87,6 +88,8 @@ class EngineUnderTest:
         )
         output = self._llm.generate([request], params, use_tqdm=False)[0]
         metrics = output.metrics
+        if metrics is None:
+            raise RuntimeError("this vLLM reports no request statistics: TTFT can't be told")
         return Reply(
             ttft_ms=metrics.first_token_latency * 1e3,
             tokens=list(output.outputs[0].token_ids),

@@ -117,7 +117,7 @@ def draw(path: Path, answered: Round, tokenizer_of: Path, facts: dict[str, str])
     render_blend(
         path,
         title=f"A blended prompt of {count:,} tokens",
-        tokens=[tokenizer.decode([token]) for token in prompt.tokens],
+        tokens=[str(tokenizer.decode([token])) for token in prompt.tokens],
         origins=origins,
         sources=sources,
         deltas=deltas,

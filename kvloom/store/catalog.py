@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+import numpy as np
+
 from kvloom.store.base import Changes, Store
 from kvloom.tokens.index import ChunkIndex
 
@@ -70,15 +72,17 @@ class IndexFeeder:
                     self._idle.notify_all()
 
     def _carry(self, changes: Changes) -> None:
-        for header in changes.added:
-            self._index.add(
-                key=header.key,
-                parent=header.parent,
-                scope=header.scope,
-                token_ids=header.token_ids,
-                position=header.position,
-                generation=header.generation,
-                created_ns=header.created_ns,
+        size = self._index.chunk_size
+        headers = [header for header in changes.added if len(header.token_ids) == size]
+        if headers:
+            self._index.add_many(
+                keys=[header.key for header in headers],
+                parents=[header.parent for header in headers],
+                scopes=[header.scope for header in headers],
+                token_ids=np.stack([header.token_ids for header in headers]),
+                positions=[header.position for header in headers],
+                generations=[header.generation for header in headers],
+                created_ns=[header.created_ns for header in headers],
             )
         for key in changes.removed:
             self._index.remove(key)

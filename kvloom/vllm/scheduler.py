@@ -309,25 +309,22 @@ class BlendScheduler:
         if complete > len(state.keys):
             tokens = np.asarray(request.all_token_ids[: complete * size], dtype=np.int32)
             self._extend_keys(state, tokens)
-        chunks = [
-            self._chunk(state, i)
-            for i in range(state.saved, complete)
-            if state.keys[i] not in self._index
-        ]
+        numbers = np.arange(state.saved, complete)
+        known_already = self._index.known(state.keys[state.saved : complete])
+        chunks = [self._chunk(state, i) for i in numbers[~known_already].tolist()]
         state.saved = complete
         if not chunks:
             return None
-        for chunk in chunks:
-            # Counted as stored from now on, so that the next request finds it; what does not come
-            # true is reported as lost.
-            self._index.add(
-                key=chunk.key,
-                parent=chunk.parent,
-                scope=state.scope,
-                token_ids=chunk.token_ids,
-                position=chunk.position,
-                created_ns=time.time_ns(),
-            )
+        # Counted as stored from now on, so that the next request finds them; what does not come
+        # true is reported as lost.
+        self._index.add_many(
+            keys=[chunk.key for chunk in chunks],
+            parents=[chunk.parent for chunk in chunks],
+            scopes=[state.scope] * len(chunks),
+            token_ids=np.stack([chunk.token_ids for chunk in chunks]),
+            positions=[chunk.position for chunk in chunks],
+            created_ns=time.time_ns(),
+        )
         blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
         return SavePlan(request.request_id, state.scope, blocks, chunks, last)
 

@@ -109,7 +109,7 @@ def main() -> None:
 
     ours.finish = finish_and_count
     params = SamplingParams(
-        temperature=0, max_tokens=24, min_tokens=24, ignore_eos=True, detokenize=False
+        temperature=0, max_tokens=6, min_tokens=6, ignore_eos=True, detokenize=False
     )
     memory: list[int] = []
     done = 0
