@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 VOCABULARY = 512
 DOCUMENTS = 12
 WAVE = 100
+SAMPLED = 0.05
 
 
 def make_tiny_model(folder: Path) -> None:
@@ -77,6 +79,8 @@ def main() -> None:
         "min_blend_tokens": 48,
         "first_k": 8,
         "cache_bytes": "4M",
+        # What is stored may fill memory up to its limits: only what goes beyond is growth.
+        "index_max_chunks": 2000,
     }
     llm = LLM(
         str(model),
@@ -98,11 +102,14 @@ def main() -> None:
     traffic = Traffic()
     seen = {"exact": 0, "blended": 0, "preempted": 0}
     finish = ours.finish
+    blended: set[str] = set()
 
     def finish_and_count(request: Any) -> Any:
         state = ours._states.get(request.request_id)
         if state is not None:
             seen["blended"] += state.blended
+            if state.blended:
+                blended.add(request.request_id.partition("-")[0])
             seen["exact"] += state.admitted is not None and state.admitted.exact > 0
             seen["preempted"] += request.num_preemptions > 0
         return finish(request)
@@ -112,28 +119,47 @@ def main() -> None:
         temperature=0, max_tokens=6, min_tokens=6, ignore_eos=True, detokenize=False
     )
     memory: list[int] = []
+    samples: list[tuple[list[int], list[int]]] = []
     done = 0
     while done < count:
-        for number in range(done, done + WAVE):
-            engine.add_request(str(number), {"prompt_token_ids": traffic.prompt()}, params)
+        prompts = {str(number): traffic.prompt() for number in range(done, done + WAVE)}
+        for name, prompt in prompts.items():
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
-            engine.step()
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                exact = output.request_id not in blended and len(tokens) == params.max_tokens
+                if output.finished and exact and random.random() < SAMPLED:
+                    samples.append((prompts[output.request_id], tokens))
+            blended.clear()
             if traffic.aborted():
                 live = [request.request_id for request in scheduler.running]
                 if live:
                     engine.abort_request(live[:1])
         done += WAVE
         memory.append(psutil.Process().memory_info().rss)
+    left = {
+        "left_states": ours.live_requests,
+        "left_unreported": len(ours._unreported),
+        "left_promised": len(scheduler.connector._promised),
+        "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "growth_mb": (memory[-1] - memory[len(memory) // 2]) / 1e6,
+    }
+    ours._loads = ours._saves = False
+    llm.reset_prefix_cache()
+    alone = llm.generate([{"prompt_token_ids": p} for p, _ in samples], params, use_tqdm=False)
+    wrong = sum(
+        list(output.outputs[0].token_ids) != tokens
+        for output, (_, tokens) in zip(alone, samples, strict=True)
+    )
     print(
         "SOAK"
         + json.dumps(
             {
                 **seen,
-                "left_states": ours.live_requests,
-                "left_unreported": len(ours._unreported),
-                "left_promised": len(scheduler.connector._promised),
-                "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-                "growth_mb": (memory[-1] - memory[len(memory) // 2]) / 1e6,
+                **left,
+                "samples": len(samples),
+                "wrong": wrong,
             }
         ),
         flush=True,

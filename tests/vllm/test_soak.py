@@ -1,0 +1,38 @@
+"""Spec row B22: what 10,000 requests of all kinds leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REQUESTS = 10_000
+
+
+def test_ten_thousand_mixed_requests_leave_nothing_and_are_answered_right(tmp_path: Path) -> None:
+    """Short, long, repeated, blended, aborted and preempted, on a tiny model and a tiny cache."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("soak.py")), str(REQUESTS), str(tmp_path)],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SOAK")]
+    if not lines:
+        pytest.fail(done.stderr[-3000:])
+    found = json.loads(lines[0].removeprefix("SOAK"))
+    assert found["blended"] > REQUESTS // 10
+    assert found["exact"] > REQUESTS // 100
+    assert found["preempted"] > 50
+    assert found["left_states"] == found["left_promised"] == found["left_unreported"] == 0
+    assert found["free_blocks"] == 69, "all blocks but the null block are free again"
+    assert found["growth_mb"] < 40, "5,000 requests must not need more memory than 5,000 before"
+    assert found["samples"] > 50
+    assert found["wrong"] == 0
+    assert "Traceback" not in done.stderr
