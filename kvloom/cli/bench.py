@@ -41,7 +41,7 @@ def ttft(
 @app.command()
 def save(
     tokens: Annotated[int, typer.Option(help="Prompt length.")] = 2048,
-    pairs: Annotated[int, typer.Option(min=1, help="Prompts for each engine.")] = 7,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts for each engine.")] = 7,
     model: ModelOption = None,
     json: JsonOption = None,
     log: LogOption = DEFAULT_LOG,
@@ -49,7 +49,7 @@ def save(
     """What saving costs a cold prefill."""
     from kvloom.bench import save as bench
 
-    _run(lambda show: bench.run(_model(model), tokens, pairs, show), json, log)
+    _run(lambda show: bench.run(_model(model), tokens, prompts, show), json, log)
 
 
 @app.command()

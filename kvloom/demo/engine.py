@@ -68,6 +68,9 @@ class EngineUnderTest:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_model_len,
             disable_log_stats=False,
+            # What vLLM chooses with a connector. Without one it would run in one process with
+            # half the threads, and every comparison would flatter kvloom.
+            distributed_executor_backend="mp",
             kv_transfer_config=transfer,
         )
         self.tokenizer = self._llm.get_tokenizer()
