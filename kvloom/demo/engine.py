@@ -79,9 +79,8 @@ class EngineUnderTest:
     def ask(self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Reply:
         """Greedy answer to a prompt of token ids; ``salt`` separates what may be reused."""
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
 
-        request = TokensPrompt(prompt_token_ids=list(prompt))
+        request: Any = {"prompt_token_ids": list(prompt)}
         if salt is not None:
             request["cache_salt"] = salt
         params = SamplingParams(
