@@ -42,7 +42,7 @@ class KvloomConfig(BaseModel):
         "Cache|Posix", description="Stages from fast to slow, split by `|`: `Cache`, `Posix`."
     )
     storage_backends: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        ["~/.cache/kvloom"],
+        ["~/.cache/kvloom/store"],
         min_length=1,
         description="Directory, or list of directories, of the `Posix` stage.",
     )

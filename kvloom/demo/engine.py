@@ -13,6 +13,9 @@ from typing import IO, Any
 # The engine's own processes read these when they start.
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
+    # By default vLLM leaves cores free, one without a connector and, of two cores, none with one:
+    # an engine without kvloom would then compute with half the threads.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

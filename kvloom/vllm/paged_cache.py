@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_SLOTS_A_PIECE = 8
+
 WriteFn = Callable[[Tensor, Tensor, Tensor], None]
 Views = tuple[Tensor, Tensor]
 
@@ -101,10 +103,29 @@ class PagedCache:
 
     def gather(self, slots: Tensor, out: Tensor) -> None:
         """Copy the KV of ``slots`` [tokens] into ``out``, a payload of as many tokens."""
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        for (keys, values), part in zip(self._views, out, strict=True):
-            part[0] = keys[blocks, offsets]
-            part[1] = values[blocks, offsets]
+        pieces = self._pieces(slots)
+        if _SLOTS_A_PIECE * len(pieces) > len(slots):
+            blocks, offsets = slots // self.block_size, slots % self.block_size
+            for (keys, values), part in zip(self._views, out, strict=True):
+                part[0] = keys[blocks, offsets]
+                part[1] = values[blocks, offsets]
+            return
+        # Chunks lie in few pieces, and copying those took a quarter of the time of indexing.
+        for block, offset, at, length in pieces:
+            for (keys, values), part in zip(self._views, out, strict=True):
+                part[0, at : at + length] = keys[block, offset : offset + length]
+                part[1, at : at + length] = values[block, offset : offset + length]
+
+    def _pieces(self, slots: Tensor) -> list[tuple[int, int, int, int]]:
+        """Neighbouring slots of one block: block, offset in it, index in ``slots``, length."""
+        breaks = (slots.diff() != 1) | (slots[1:] % self.block_size == 0)
+        starts = [0, *(breaks.nonzero().flatten() + 1).tolist()]
+        ends = [*starts[1:], len(slots)]
+        firsts = slots[starts].tolist()
+        return [
+            (*divmod(first, self.block_size), start, end - start)
+            for first, start, end in zip(firsts, starts, ends, strict=True)
+        ]
 
     def scatter(self, payload: Tensor, slots: Tensor) -> None:
         """Write a payload's tokens to ``slots`` [tokens], in all layers."""
