@@ -6,6 +6,7 @@ dumps go to all; ``prefetch`` copies blocks up, in the background and never on t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from kvloom.store.threads import WorkerThreads
 
 _PREFETCH_S = 30.0
 _PREFETCH_BLOCKS = 4
+_PREFETCH_BATCHES = 32
 _CLOSE_S = 5.0
 
 
@@ -25,6 +27,7 @@ class Pipeline(Store):
         self.namespace = stages[0].namespace
         self._stages = tuple(stages)
         self._promotions = WorkerThreads("kvloom-prefetch", 1)
+        self._room = threading.Semaphore(_PREFETCH_BATCHES)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
@@ -48,6 +51,8 @@ class Pipeline(Store):
     def prefetch(self, keys: Sequence[bytes]) -> None:
         wanted = list(keys)
         for first in range(0, len(wanted), _PREFETCH_BLOCKS):
+            if not self._room.acquire(blocking=False):
+                return  # a hint may be dropped, a queue must not grow
             self._promotions.submit(
                 partial(self._promote, wanted[first : first + _PREFETCH_BLOCKS])
             )
@@ -81,6 +86,12 @@ class Pipeline(Store):
         return next((h for stage in self._stages if (h := stage.header(key)) is not None), None)
 
     def _promote(self, keys: list[bytes]) -> None:
+        try:
+            self._copy_up(keys)
+        finally:
+            self._room.release()
+
+    def _copy_up(self, keys: list[bytes]) -> None:
         fast, slow = self._stages[0], self._stages[1:]
         missing = [key for key, there in zip(keys, fast.lookup(keys), strict=True) if not there]
         for key in missing:

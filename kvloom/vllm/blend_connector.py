@@ -195,7 +195,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             for plan in self._metadata().saves:
                 self._worker.save(plan)
-            self._worker.end_step()
 
     @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -78,7 +78,6 @@ class BlendWorker:
         self._dropped_saves = 0
         self._failed_blocks: set[int] = set()
         self._finished_saves: set[str] = set()
-        self._loaded_keys: list[bytes] = []
         self._report = WorkerReport()
 
     def load(self, plan: LoadPlan) -> None:
@@ -105,12 +104,6 @@ class BlendWorker:
             self._report.lost += keys
         if plan.last:
             self._finished_saves.add(plan.request_id)
-
-    def end_step(self) -> None:
-        """After the forward: let fast stages fetch what was just read, off the way to the token."""
-        loaded, self._loaded_keys = self._loaded_keys, []
-        if loaded:
-            self._store.prefetch(loaded)
 
     def take_failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -140,7 +133,6 @@ class BlendWorker:
                 failed.append(piece)
                 self._report.lost.append(piece.key)
                 continue
-            self._loaded_keys.append(piece.key)
             payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
             if piece.delta:
