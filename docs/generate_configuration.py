@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import UnionType
+from typing import Literal, get_args, get_origin
 
 from kvloom.config import KvloomConfig
 
@@ -14,16 +16,27 @@ Keys of `kv_connector_extra_config`. None has to be set. An unknown key or a bad
 engine's start with one line that names it. This page is made by
 `python docs/generate_configuration.py`.
 
-| key | default | meaning |
-|---|---|---|
+| key | type | default | meaning |
+|---|---|---|---|
 """
+
+
+def type_name(annotation: object) -> str:
+    """A field's type as a user writes it: ``float``, ``list[str]``, ``"a"`` or ``"b"``."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
+    if isinstance(annotation, UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return " or ".join(type_name(part) for part in parts)
+    plain = isinstance(annotation, type) and get_origin(annotation) is None
+    return f"`{annotation.__name__ if plain else annotation}`"  # type: ignore[attr-defined]
 
 
 def page() -> str:
     rows = []
     for name, field in KvloomConfig.model_fields.items():
         default = "the model's" if field.default is None else f"`{json.dumps(field.default)}`"
-        cells = f"`{name}`", default, field.description or ""
+        cells = f"`{name}`", type_name(field.annotation), default, field.description or ""
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return HEAD + "".join(rows)
 

@@ -49,7 +49,6 @@ _QUARANTINED_FILES = 64
 _STALE_S = 3600.0
 _CLOSE_S = 10.0
 _WARN_EVERY_S = 30.0
-_SCAN_EVERY_S = 1.0
 # A directory that changed this shortly before it was listed may change again without a new mtime.
 _MTIME_GRANULARITY_NS = 2_000_000_000
 
@@ -61,14 +60,21 @@ class Posix(Store):
         roots: directories; created when first written to, again when they vanish.
         durability: ``none``, ``data`` or ``full`` (see the configuration reference).
         threads: threads for reads, and as many for writes.
+        scan_every_s: how often a watcher looks for other processes' writes (``index_poll_s``).
     """
 
     def __init__(
-        self, namespace: str, roots: Sequence[Path], durability: str, threads: int
+        self,
+        namespace: str,
+        roots: Sequence[Path],
+        durability: str,
+        threads: int,
+        scan_every_s: float = 1.0,
     ) -> None:
         self.namespace = namespace
         self._folders = [root / namespace for root in roots]
         self._durability = durability
+        self._scan_every_s = scan_every_s
         self._readers = WorkerThreads("kvloom-read", threads)
         self._writers = WorkerThreads("kvloom-write", threads)
         self._announcer = Announcer()
@@ -84,7 +90,7 @@ class Posix(Store):
     @classmethod
     def from_config(cls, namespace: str, config: KvloomConfig) -> Posix:
         roots = [Path(backend).expanduser() for backend in config.storage_backends]
-        return cls(namespace, roots, config.durability, config.io_threads)
+        return cls(namespace, roots, config.durability, config.io_threads, config.index_poll_s)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         return [any(path.exists() for path in self._paths(key)) for key in keys]
@@ -379,7 +385,7 @@ class PosixWatcher(Watcher):
                 event = next(self._scan, None)
                 if event is None:
                     self._scan = self._scanning()
-                    self._next_scan = time.monotonic() + _SCAN_EVERY_S
+                    self._next_scan = time.monotonic() + self._stage._scan_every_s
                     break
                 if isinstance(event, BlockHeader):
                     added.append(event)

@@ -262,3 +262,17 @@ def eventually(condition: object, within_s: float = 15.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_the_scan_interval_is_the_configured_one(root: Path) -> None:
+    """`index_poll_s`: other processes' writes are not looked for before it is over."""
+    reader = Posix(NAMESPACE, [root], "none", threads=1, scan_every_s=3600.0)
+    watcher = reader.watch()
+    assert watcher.poll().added == ()
+    other = Posix(NAMESPACE, [root], "none", threads=1)
+    dump(other, [make_block(1)])
+    assert watcher.poll().added == ()
+    watcher._next_scan = 0.0  # type: ignore[attr-defined]
+    assert [header.key for header in watcher.poll().added] == [make_block(1)[0].key]
+    other.close()
+    reader.close()
