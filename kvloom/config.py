@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -120,6 +120,13 @@ class KvloomConfig(BaseModel):
             return cls.model_validate(dict(extra))
         except ValidationError as error:
             raise ConfigError(_explain(error, cls)) from None
+
+
+def known_names(name: str, known: Sequence[str]) -> str:
+    """What a name could have been: the known ones, and the nearest."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"known are {', '.join(known)}.{hint}"
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -45,11 +45,19 @@ class Report:
     def add(self, name: str, value: float, unit: str) -> None:
         self.figures.append(Figure(name, value, unit))
 
-    def at_least(self, name: str, value: float, unit: str, least: float) -> None:
-        self.figures.append(Figure(name, value, unit, f"at least {least:g}", value >= least))
+    def at_least(self, name: str, value: float, unit: str, least: float | None) -> None:
+        """A figure with a target; None where it has none."""
+        if least is None:
+            self.add(name, value, unit)
+        else:
+            self.figures.append(Figure(name, value, unit, f"at least {least:g}", value >= least))
 
-    def at_most(self, name: str, value: float, unit: str, most: float) -> None:
-        self.figures.append(Figure(name, value, unit, f"at most {most:g}", value <= most))
+    def at_most(self, name: str, value: float, unit: str, most: float | None) -> None:
+        """A figure with a target; None where it has none."""
+        if most is None:
+            self.add(name, value, unit)
+        else:
+            self.figures.append(Figure(name, value, unit, f"at most {most:g}", value <= most))
 
     def show(self, console: Console) -> None:
         table = Table(title=self.title)

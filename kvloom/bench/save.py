@@ -13,9 +13,9 @@ from kvloom.bench.ttft import Progress
 from kvloom.demo.engine import EngineUnderTest
 
 MOST_OVERHEAD = 0.05
+_PAUSE_S = 1.5
 # One engine at a time, since an idle one beside it takes time too; and in this order, so that a
 # machine that grows slower or faster meanwhile does so for both.
-_PAUSE_S = 1.5
 _ORDER = ("plain", "saving", "saving", "plain")
 
 

@@ -70,27 +70,17 @@ def run(model: Path, sizes: Sequence[int], repeats: int, progress: Progress) -> 
                 report.add(f"{name}.blend_tokens_{kind}", blend.figures[kind], "tokens")
             for step in ("match", "load", "rotate", "recompute"):
                 report.add(f"{name}.blend_{step}_ms", blend.figures[f"{step}_ms"], "ms")
-            _speedup(
-                report, f"{name}.exact_speedup", cold[size] / exact.ttft_ms, EXACT_SPEEDUP, size
-            )
-            _speedup(
-                report, f"{name}.blend_speedup", cold[size] / blend.ttft_ms, BLEND_SPEEDUP, size
-            )
+            for way, reply, targets in (
+                ("exact", exact, EXACT_SPEEDUP),
+                ("blend", blend, BLEND_SPEEDUP),
+            ):
+                speedup = cold[size] / reply.ttft_ms
+                report.at_least(f"{name}.{way}_speedup", speedup, "x", targets.get(size))
             over = _median(exact_again) / own[size]
-            if size in EXACT_OVER_VLLM:
-                report.at_most(f"{name}.exact_over_vllm", over, "x", EXACT_OVER_VLLM[size])
-            else:
-                report.add(f"{name}.exact_over_vllm", over, "x")
+            report.at_most(f"{name}.exact_over_vllm", over, "x", EXACT_OVER_VLLM.get(size))
             report.add(f"{name}.exact_first_over_vllm", exact.ttft_ms / own[size], "x")
         fresh.stop()
     return report
-
-
-def _speedup(report: Report, name: str, value: float, targets: dict[int, float], size: int) -> None:
-    if size in targets:
-        report.at_least(name, value, "x", targets[size])
-    else:
-        report.add(name, value, "x")
 
 
 def _median(replies: Sequence[Reply]) -> float:

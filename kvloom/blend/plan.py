@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -142,14 +142,7 @@ def _cut(stretch: Stretch, end: int) -> Stretch | None:
     length = min(stretch.length, end - stretch.target_start)
     if length <= 0:
         return None
-    return Stretch(
-        target_start=stretch.target_start,
-        length=length,
-        source_block_id=stretch.source_block_id,
-        source_offset=stretch.source_offset,
-        source_position=stretch.source_position,
-        continues=stretch.continues,
-    )
+    return replace(stretch, length=length)
 
 
 def _same_run(before: Stretch, after: Stretch) -> bool:

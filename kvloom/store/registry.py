@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
-from kvloom.config import ConfigError, KvloomConfig
+from kvloom.config import ConfigError, KvloomConfig, known_names
 from kvloom.store.base import Store
 from kvloom.store.cache import Cache
 from kvloom.store.pipeline import Pipeline
@@ -38,13 +37,8 @@ def _factory(name: str, config: KvloomConfig) -> StageFactory:
     if name in third_party:
         factory: StageFactory = third_party[name].load()
         return factory
-    known = [*_BUILT_IN, *third_party]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"store_pipeline = {config.store_pipeline!r}: no stage {name!r}, "
-        f"known are {', '.join(known)}.{hint}"
-    )
+    names = known_names(name, [*_BUILT_IN, *third_party])
+    raise ConfigError(f"store_pipeline = {config.store_pipeline!r}: no stage {name!r}, {names}")
 
 
 @dataclass

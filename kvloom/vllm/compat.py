@@ -213,15 +213,14 @@ def leave_prefix_cache(
     pool = kv_cache_manager.block_pool
     first_block = first_token // block_size
     pool.evict_blocks(set(block_ids(kv_cache_manager, request.request_id)[first_block:]))
-    hash_blocks = request.block_hashes
-    hasher = request._block_hasher
+    hashes, hasher = request.block_hashes, request._block_hasher
     if hasher is None:
         return
     nonce = os.urandom(32)
 
     def own(block_hash: bytes) -> bytes:
-        return hashlib.blake2b(block_hash, key=nonce, digest_size=len(block_hash) or 32).digest()
+        return hashlib.blake2b(block_hash, key=nonce, digest_size=len(block_hash)).digest()
 
     first_hash = first_token // pool.hash_block_size
-    hash_blocks[first_hash:] = [own(block_hash) for block_hash in hash_blocks[first_hash:]]
+    hashes[first_hash:] = [own(block_hash) for block_hash in hashes[first_hash:]]
     request._block_hasher = lambda later: [own(block_hash) for block_hash in hasher(later)]

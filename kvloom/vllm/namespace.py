@@ -23,13 +23,14 @@ def engine_namespace(vllm_config: VllmConfig, layers: int, heads: int, head_dim:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
+    load_format = str(vllm_config.load_config.load_format)
     return namespace_id(
         {
             "layout": LAYOUT_VERSION,
             "model": _identity(model.model),
             "revision": model.revision,
-            "load_format": str(vllm_config.load_config.load_format),
-            "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
+            "load_format": load_format,
+            "seed": model.seed if load_format == "dummy" else None,
             "hf_overrides": repr(model.hf_overrides),
             "quantization": model.quantization,
             "dtype": str(model.dtype),

@@ -230,8 +230,8 @@ class BlendScheduler:
 
     def _find(self, state: RequestState, local: int) -> Match:
         began = time.perf_counter()
-        tokens = np.asarray(state.request.all_token_ids, dtype=np.int32)
-        self._extend_keys(state, tokens)
+        tokens = _tokens(state.request, 0, state.request.num_tokens)
+        self._extend_keys(state, len(tokens))
         end = len(tokens) - 1  # the engine needs at least one token to compute
         size = self._config.blend_chunk_size
         exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
@@ -250,14 +250,15 @@ class BlendScheduler:
         # would not have: its chunks are reused as exact prefixes only.
         return self._can_blend and request.lora_request is None
 
-    def _extend_keys(self, state: RequestState, tokens: npt.NDArray[np.int32]) -> None:
+    def _extend_keys(self, state: RequestState, end: int) -> None:
+        """Keys of the whole chunks before ``end``; only tokens without a key yet are read."""
         size = self._config.blend_chunk_size
         parent = state.keys[-1] if state.keys else None
-        start = len(state.keys) * size
-        state.keys += prefix_keys(tokens[start:], size, state.scope, parent=parent)
+        tokens = _tokens(state.request, len(state.keys) * size, end)
+        state.keys += prefix_keys(tokens, size, state.scope, parent=parent)
 
     def _load_plan(self, state: RequestState, match: Match) -> LoadPlan:
-        tokens = np.asarray(state.request.all_token_ids[match.local : match.total], dtype=np.int32)
+        tokens = _tokens(state.request, match.local, match.total)
         pieces = self._prefix_pieces(state.keys, match.local, match.exact)
         compute = np.empty(0, dtype=np.int64)
         if match.blend is not None:
@@ -306,9 +307,7 @@ class BlendScheduler:
         state.saved = min(state.saved, request.num_computed_tokens // size)
         if not self._saves or state.blended or complete <= state.saved:
             return None
-        if complete > len(state.keys):
-            tokens = np.asarray(request.all_token_ids[: complete * size], dtype=np.int32)
-            self._extend_keys(state, tokens)
+        self._extend_keys(state, complete * size)
         numbers = np.arange(state.saved, complete)
         known_already = self._index.known(state.keys[state.saved : complete])
         chunks = [self._chunk(state, i) for i in numbers[~known_already].tolist()]
@@ -335,7 +334,7 @@ class BlendScheduler:
             key=state.keys[number],
             parent=state.keys[number - 1] if number else state.scope,
             position=start,
-            token_ids=np.asarray(state.request.all_token_ids[start:end], dtype=np.int32),
+            token_ids=_tokens(state.request, start, end),
         )
 
     def _figures(self, state: RequestState, detail: bool = False) -> dict[str, Any]:
@@ -377,6 +376,10 @@ class BlendScheduler:
             ]
             figures["origins"] = [int(Origin.EXACT)] * match.exact + blend.origin.tolist()
         return figures
+
+
+def _tokens(request: Any, start: int, end: int) -> npt.NDArray[np.int32]:
+    return np.asarray(request.all_token_ids[start:end], dtype=np.int32)
 
 
 def _sentence(figures: dict[str, Any]) -> str:

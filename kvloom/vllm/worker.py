@@ -139,9 +139,8 @@ class BlendWorker:
                 rotating = time.perf_counter()
                 self._rotate(payload, piece.delta)
                 rotate_s += time.perf_counter() - rotating
-            self._cache.scatter(
-                payload.to(self._cache.device), self._slots(plan, piece.start, piece.length)
-            )
+            slots = self._slots(plan.block_ids, piece.start, piece.length)
+            self._cache.scatter(payload.to(self._cache.device), slots)
         loaded_s = time.perf_counter() - began - rotate_s
         self._compute(plan, failed)
         total_s = time.perf_counter() - began
@@ -196,8 +195,8 @@ class BlendWorker:
             raise RuntimeError(f"a plan moves keys by {delta}, but this model's are not rotated")
         self._corrector.rotate_(payload[:, 0], delta)
 
-    def _slots(self, plan: LoadPlan, start: int, length: int) -> Tensor:
-        slots = self._cache.slots(plan.block_ids, torch.arange(start, start + length))
+    def _slots(self, block_ids: list[int], start: int, length: int) -> Tensor:
+        slots = self._cache.slots(block_ids, torch.arange(start, start + length))
         return slots.to(self._cache.device)
 
     def _fail_from(self, plan: LoadPlan, position: int) -> None:
@@ -214,8 +213,7 @@ class BlendWorker:
             if buffer is None:
                 self._drop(plan.chunks[len(headers) :])
                 break
-            where = torch.arange(chunk.position, chunk.position + len(chunk.token_ids))
-            slots = self._cache.slots(plan.block_ids, where).to(self._cache.device)
+            slots = self._slots(plan.block_ids, chunk.position, len(chunk.token_ids))
             self._cache.gather(slots, buffer.tensor)
             buffers.append(buffer)
             headers.append(

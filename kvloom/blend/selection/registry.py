@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.metadata import entry_points
 
 from kvloom.blend.selection.base import SelectionPolicy
 from kvloom.blend.selection.boundary import Boundary
 from kvloom.blend.selection.first_k import FirstK
 from kvloom.blend.selection.nothing import Nothing
-from kvloom.config import ConfigError, KvloomConfig
+from kvloom.config import ConfigError, KvloomConfig, known_names
 
 _BUILT_IN: dict[str, type[SelectionPolicy]] = {
     "first_k": FirstK,
@@ -29,10 +28,8 @@ def make_policy(config: KvloomConfig) -> SelectionPolicy:
         return _BUILT_IN[name].from_config(config)
     third_party = {entry.name: entry for entry in entry_points(group="kvloom.policies")}
     if name not in third_party:
-        known = [*_BUILT_IN, *third_party]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"recompute_policy = {name!r}: known are {', '.join(known)}.{hint}")
+        names = known_names(name, [*_BUILT_IN, *third_party])
+        raise ConfigError(f"recompute_policy = {name!r}: {names}")
     policy = third_party[name].load()
     if not (isinstance(policy, type) and issubclass(policy, SelectionPolicy)):
         raise ConfigError(f"recompute_policy = {name!r}: {policy!r} is no SelectionPolicy class")
