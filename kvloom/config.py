@@ -107,6 +107,11 @@ class KvloomConfig(BaseModel):
 
     # Saving
     save_generated: bool = Field(True, description="Store generated text too, not only prompts.")
+    reuse_blended: bool = Field(
+        False,
+        description="Store chunks that were computed on top of a blend too, and blend with them "
+        "(once: never what was computed on top of those); they are no exact prefix ever.",
+    )
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> KvloomConfig:

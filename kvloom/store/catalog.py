@@ -23,11 +23,13 @@ class IndexFeeder:
 
     Args:
         poll_s: longest time between two looks at the store; this process's own writes come at once.
+        generation: chunks of later ones are left out.
     """
 
-    def __init__(self, store: Store, index: ChunkIndex, poll_s: float) -> None:
+    def __init__(self, store: Store, index: ChunkIndex, poll_s: float, generation: int = 0) -> None:
         self._index = index
         self._poll_s = poll_s
+        self._generation = generation
         self._watcher = store.watch()
         self._ready = threading.Event()
         self._idle = threading.Condition()
@@ -73,7 +75,11 @@ class IndexFeeder:
 
     def _carry(self, changes: Changes) -> None:
         size = self._index.chunk_size
-        headers = [header for header in changes.added if len(header.token_ids) == size]
+        headers = [
+            header
+            for header in changes.added
+            if len(header.token_ids) == size and header.generation <= self._generation
+        ]
         if headers:
             self._index.add_many(
                 keys=[header.key for header in headers],

@@ -28,6 +28,7 @@ class Pipeline(Store):
         self._stages = tuple(stages)
         self._promotions = WorkerThreads("kvloom-prefetch", 1)
         self._room = threading.Semaphore(_PREFETCH_BATCHES)
+        self._payload = memoryview(bytearray())  # of the promotions' thread, grown as needed
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
@@ -99,9 +100,14 @@ class Pipeline(Store):
                 header = stage.header(key)
                 if header is None:
                     continue
-                payload = memoryview(bytearray(header.payload_size))
+                if len(self._payload) < header.payload_size:
+                    self._payload = memoryview(bytearray(header.payload_size))
+                payload = self._payload[: header.payload_size]
                 if all(stage.load([key], [None], [payload]).wait(_PREFETCH_S)):
-                    fast.dump([header], [payload]).wait(_PREFETCH_S)
+                    task = fast.dump([header], [payload])
+                    task.wait(_PREFETCH_S)
+                    if not task.check():  # late, and still reading it: it is not ours any more
+                        self._payload = memoryview(bytearray())
                     break
 
 

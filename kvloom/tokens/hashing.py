@@ -66,6 +66,11 @@ def prefix_keys(
     return keys
 
 
+def blended_key(prefix_key: bytes) -> bytes:
+    """Name of a chunk computed on top of a blend: one that no prefix look-up ever asks for."""
+    return _digest(b"blended", prefix_key)
+
+
 def rolling_fingerprints(token_ids: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.uint64]:
     """A fingerprint of the ``width`` tokens at every offset, uint64 [n - width + 1].
 

@@ -156,14 +156,17 @@ class ChunkIndex:
             known = self._slots_of(_words(keys)) >= 0
         return known & np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
 
-    def prefix_hits(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are known as exact KV (generation 0)."""
+    def exact(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which chunks are known as exact KV (generation 0), bool [n]."""
         with self.lock:
             slots = self._slots_of(_words(keys))
             exact = slots >= 0
             exact[exact] = self._records.rows["generation"][slots[exact]] == 0
-        exact &= np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
-        missing = np.flatnonzero(~exact)
+        return exact & np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
+
+    def prefix_hits(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are known as exact KV."""
+        missing = np.flatnonzero(~self.exact(keys))
         return int(missing[0]) if missing.size else len(keys)
 
     # For the matcher, which holds ``lock``

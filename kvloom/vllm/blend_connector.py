@@ -116,7 +116,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler_side(self, store: Store, block_size: int) -> None:
         index = ChunkIndex(self.config.blend_chunk_size, self.config.index_max_chunks)
-        self._feeder = IndexFeeder(store, index, self.config.index_poll_s)
+        self._feeder = IndexFeeder(
+            store, index, self.config.index_poll_s, generation=int(self.config.reuse_blended)
+        )
         if not self._feeder.wait_ready(_INDEX_WAIT_S):
             logger.info("kvloom: still reading the store; hits grow until that is done")
         self._scheduler = BlendScheduler(
@@ -195,6 +197,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             for plan in self._metadata().saves:
                 self._worker.save(plan)
+            self._worker.end_step()
 
     @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -56,15 +56,17 @@ class SaveChunk:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Store chunks of one request whose KV is exact and in place after this step's forward.
+    """Store chunks of one request whose KV is in place after this step's forward.
 
     Attributes:
+        generation: 0, or 1 where the KV was computed on top of a blend.
         last: the request is finished and its blocks are held for this save; report it when done.
     """
 
     request_id: str
     scope: bytes
     block_ids: list[int]
+    generation: int
     chunks: list[SaveChunk]
     last: bool = False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.tokens.analyzer import ChunkAnalyzer
-from kvloom.tokens.hashing import prefix_keys, scope_id
+from kvloom.tokens.hashing import blended_key, prefix_keys, scope_id
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.metadata import (
@@ -50,6 +50,8 @@ class Match:
         exact: tokens covered by an exact prefix, the engine's or the store's.
         total: tokens in place when the load is done; the engine computes the rest.
         blend: the plan over ``[exact, total)``, or None for an exact prefix alone.
+        generation: of KV computed on top of it: 0 if all of it is exact, else one more than the
+            highest that it reuses.
         match_ms: time it took to find.
     """
 
@@ -57,6 +59,7 @@ class Match:
     exact: int
     total: int
     blend: BlendPlan | None
+    generation: int
     match_ms: float
 
 
@@ -70,7 +73,7 @@ class RequestState:
         saved: chunks from the start that are stored or on their way.
         match: of the last lookup.
         pending: a load to be sent with this step.
-        blended: this admission runs on blended KV: nothing from it may be saved.
+        generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
     """
@@ -81,7 +84,7 @@ class RequestState:
     saved: int = 0
     match: Match | None = None
     pending: Match | None = None
-    blended: bool = False
+    generation: int = 0
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
@@ -160,11 +163,10 @@ class BlendScheduler:
         if state is None:
             return
         match, state.match = state.match, None
-        state.blended = False
         state.admitted = match
         state.pending = match if num_external_tokens > 0 else None
-        if state.pending is not None and state.pending.blend is not None:
-            state.blended = True
+        state.generation = state.pending.generation if state.pending is not None else 0
+        if state.pending is not None and state.generation > 0:
             compat.leave_prefix_cache(
                 self._kv_cache_manager, request, self._block_size, state.pending.exact
             )
@@ -235,15 +237,18 @@ class BlendScheduler:
         end = len(tokens) - 1  # the engine needs at least one token to compute
         size = self._config.blend_chunk_size
         exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
-        blend = None
+        blend, generation = None, 0
         if self._may_blend(state.request) and end - exact >= self._config.min_blend_tokens:
             chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
             plan = make_plan(chunks, end)
             plan = plan.recompute(self._policy.select(plan))
             if plan.count(Origin.REUSED) >= self._config.min_blend_tokens:
                 blend = plan
+                sources = [load.source_block_id for load in plan.loads()]
+                generation = 1 if self._index.exact(sources).all() else 2
         total = exact if blend is None else end
-        return Match(local, exact, total, blend, (time.perf_counter() - began) * 1e3)
+        match_ms = (time.perf_counter() - began) * 1e3
+        return Match(local, exact, total, blend, generation, match_ms)
 
     def _may_blend(self, request: Any) -> bool:
         # A LoRA request's forward needs the adapter's own token mapping, which a nested forward
@@ -305,13 +310,16 @@ class BlendScheduler:
         known = request.num_tokens if self._config.save_generated else request.num_prompt_tokens
         complete = min(computed, known) // size
         state.saved = min(state.saved, request.num_computed_tokens // size)
-        if not self._saves or state.blended or complete <= state.saved:
+        if not self._saves or complete <= state.saved:
+            return None
+        if state.generation > int(self._config.reuse_blended):
             return None
         self._extend_keys(state, complete * size)
-        numbers = np.arange(state.saved, complete)
-        known_already = self._index.known(state.keys[state.saved : complete])
-        chunks = [self._chunk(state, i) for i in numbers[~known_already].tolist()]
+        numbers = self._computed(state, complete)
         state.saved = complete
+        chunks = [self._chunk(state, number) for number in numbers]
+        known = self._index.known([chunk.key for chunk in chunks])
+        chunks = [chunk for chunk, there in zip(chunks, known, strict=True) if not there]
         if not chunks:
             return None
         # Counted as stored from now on, so that the next request finds them; what does not come
@@ -322,17 +330,34 @@ class BlendScheduler:
             scopes=[state.scope] * len(chunks),
             token_ids=np.stack([chunk.token_ids for chunk in chunks]),
             positions=[chunk.position for chunk in chunks],
+            generations=state.generation,
             created_ns=time.time_ns(),
         )
         blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
-        return SavePlan(request.request_id, state.scope, blocks, chunks, last)
+        return SavePlan(
+            request.request_id, state.scope, blocks, state.generation, chunks, last=last
+        )
+
+    def _computed(self, state: RequestState, complete: int) -> list[int]:
+        """The chunks from ``state.saved`` to ``complete`` that hold no token of a moved chunk.
+
+        A copy of one would be rotated again and again, each time from the copy before (B11).
+        """
+        numbers = np.arange(state.saved, complete)
+        if state.generation == 0 or state.admitted is None or state.admitted.blend is None:
+            return cast("list[int]", numbers.tolist())
+        blend, size = state.admitted.blend, self._config.blend_chunk_size
+        reused = np.flatnonzero(blend.origin == Origin.REUSED) + blend.start
+        kept = (numbers * size >= blend.start) & ~np.isin(numbers, reused // size)
+        return cast("list[int]", numbers[kept].tolist())
 
     def _chunk(self, state: RequestState, number: int) -> SaveChunk:
         start = number * self._config.blend_chunk_size
         end = start + self._config.blend_chunk_size
+        name = blended_key if state.generation else bytes
         return SaveChunk(
-            key=state.keys[number],
-            parent=state.keys[number - 1] if number else state.scope,
+            key=name(state.keys[number]),
+            parent=name(state.keys[number - 1]) if number else state.scope,
             position=start,
             token_ids=_tokens(state.request, start, end),
         )

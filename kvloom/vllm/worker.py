@@ -79,6 +79,7 @@ class BlendWorker:
         self._failed_blocks: set[int] = set()
         self._finished_saves: set[str] = set()
         self._report = WorkerReport()
+        self._loaded_keys: list[bytes] = []
 
     def load(self, plan: LoadPlan) -> None:
         """Put a plan's KV in place, or report its blocks as failed; never raises."""
@@ -104,6 +105,15 @@ class BlendWorker:
             self._report.lost += keys
         if plan.last:
             self._finished_saves.add(plan.request_id)
+
+    def end_step(self) -> None:
+        """After the forward: what was loaded moves up in the store, for it may be asked for again.
+
+        Not earlier, so that it takes nothing from the time to the first token.
+        """
+        keys, self._loaded_keys = self._loaded_keys, []
+        if keys:
+            self._store.prefetch(keys)
 
     def take_failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -133,6 +143,7 @@ class BlendWorker:
                 failed.append(piece)
                 self._report.lost.append(piece.key)
                 continue
+            self._loaded_keys.append(piece.key)
             payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
             if piece.delta:
@@ -223,7 +234,7 @@ class BlendWorker:
                     parent=chunk.parent,
                     scope=plan.scope,
                     position=chunk.position,
-                    generation=0,
+                    generation=plan.generation,
                     token_ids=chunk.token_ids,
                     part_sizes=(self._cache.part_size(len(chunk.token_ids)),)
                     * len(self._cache.layers),

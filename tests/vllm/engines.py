@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,11 @@ class Engine:
         store = self.connector._store
         store.delete([header.key for header in store.headers()])
         self.settle()
+        # What vanished behind the store's back (a directory removed, a file system unmounted) is
+        # known after the next scan only.
+        ends = time.monotonic() + 10 * self.connector.config.index_poll_s
+        while len(self.scheduler._index) and time.monotonic() < ends:
+            time.sleep(0.05)
         assert len(self.scheduler._index) == 0
 
     @contextmanager

@@ -107,8 +107,8 @@ def main() -> None:
     def finish_and_count(request: Any) -> Any:
         state = ours._states.get(request.request_id)
         if state is not None:
-            seen["blended"] += state.blended
-            if state.blended:
+            seen["blended"] += state.generation > 0
+            if state.generation > 0:
                 blended.add(request.request_id.partition("-")[0])
             seen["exact"] += state.admitted is not None and state.admitted.exact > 0
             seen["preempted"] += request.num_preemptions > 0

@@ -115,10 +115,6 @@ def test_a_blend_is_never_served_as_exact(engine: Engine) -> None:
     engine.ask(prose(engine, 61, 80) + document)
     prompt = prose(engine, 62, 120) + document + prose(engine, 63, 40)
     engine.forget()
-    known = (
-        set(engine.scheduler._index_keys()) if hasattr(engine.scheduler, "_index_keys") else None
-    )
-    del known
     first = engine.ask(prompt, max_tokens=150)
     assert first.figures["reused"] > 300
     again = engine.ask(prompt, max_tokens=4)  # vLLM's cache was not emptied in between
@@ -165,6 +161,41 @@ def test_nothing_of_a_blended_request_is_stored(engine: Engine) -> None:
     assert blend.figures["reused"] > 150
     engine.settle()
     assert {header.key for header in engine.connector._store.headers()} == keys
+
+
+def test_what_is_computed_on_a_blend_is_reused_by_blends_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B20, ``reuse_blended``: stored as generation 1, matched anywhere, never an exact prefix."""
+    config = engine.scheduler._config.model_copy(update={"reuse_blended": True})
+    monkeypatch.setattr(engine.scheduler, "_config", config)
+    monkeypatch.setattr(engine.connector._feeder, "_generation", 1)
+    store = engine.connector._store
+    document, new = prose(engine, 84, 300), prose(engine, 85, 300)
+    engine.ask(prose(engine, 86, 70) + document)
+    engine.forget()
+    prompt = prose(engine, 87, 64) + document + new
+    blend = engine.ask(prompt, max_tokens=80)
+    assert blend.figures["reused"] > 150
+    engine.forget()
+    later = [header for header in store.headers() if header.generation == 1]
+    assert {header.generation for header in store.headers()} == {0, 1}
+    origins = np.array(blend.figures["origins"])
+    for header in later:
+        assert not (origins[header.position : header.position + CHUNK] == 1).any(), "a copy (B11)"
+    assert len(later) >= (300 + 80) // CHUNK - 1
+
+    same = engine.ask(prompt)
+    assert same.figures["exact"] == 0, "a prompt's beginning that was never computed exactly"
+    engine.forget()
+    moved = prose(engine, 88, 100) + new + prose(engine, 89, 20)
+    again = engine.ask(moved, max_tokens=100)
+    assert again.figures["reused"] > 200
+    assert {run["chunk"] for run in again.figures["runs"]} <= {h.key.hex() for h in later}
+    engine.forget()
+    assert {h.key for h in store.headers() if h.generation} == {h.key for h in later}, (
+        "what was computed on top of generation 1 is stored no more"
+    )
 
 
 def test_generated_text_is_stored_and_found_by_the_next_turn(engine: Engine) -> None:
