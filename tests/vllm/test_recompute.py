@@ -26,7 +26,8 @@ def all_tokens_chosen(engine: Engine) -> Iterator[None]:
     def choose_all(state: Any, local: int) -> Match:
         end = state.request.num_tokens - 1
         chunks = [Chunk(local, end + 1, ChunkType.NO_MATCH)]
-        return Match(local, local, end, make_plan(chunks, end), 0.0)
+        blend = make_plan(chunks, end)
+        return Match(local, exact=local, total=end, blend=blend, generation=1, match_ms=0.0)
 
     scheduler._find = choose_all
     try:
@@ -60,6 +61,7 @@ def test_slices_of_a_long_plan_see_the_slices_before(engine: Engine) -> None:
             chosen = engine.ask(prompt)
     finally:
         recompute._max_tokens = limit
+    assert chosen.cached == 600 - 1
     assert largest_difference(chosen.kv, cold.kv) <= 1e-4
 
 
