@@ -142,9 +142,11 @@ class Embedded(MetadataStore):
                 if namespace is not None:
                     self._closed_until[name] = namespace.last_lease()
             case _:
-                # A "file" comes again when the state is written anew.
-                known = self._namespaces[name]
-                if operation[0] != "file" or known.files[operation[1]] is None:
+                # Where the state was written anew, operations from before that may come first, and
+                # a "file" comes again.
+                known = self._namespaces.get(name)
+                again = known and operation[0] == "file" and known.files[operation[1]]
+                if known is not None and not again:
                     known.apply(operation)
 
     def _namespace(self, name: str) -> Namespace:
