@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.kvloom-installed
 # Errors only: pip has many harmless warnings, and among them nobody would see a real error.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip --no-input
 INSTALL := $(PIP) install --quiet --quiet $(PIP_FLAGS)
-EXTRAS := --editable ".[cpu,demo,bench,dev]"
+EXTRAS := --editable ".[cpu,demo,bench,server,redis,dev]"
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: help

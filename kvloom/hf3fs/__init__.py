@@ -1,0 +1,1 @@
+"""Pages of KV cache in files on 3FS, found through a metadata service."""
