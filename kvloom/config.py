@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from typing_extensions import Self
 
 
 class ConfigError(ValueError):
@@ -32,10 +34,27 @@ def _as_list(value: object) -> object:
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 
 
-class KvloomConfig(BaseModel):
-    """Everything kvloom can be told, with what it does when told nothing."""
+class _ExtraConfig(BaseModel):
+    """``kv_connector_extra_config`` of a connector."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> Self:
+        """Validate ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: names every bad key, its value, what is allowed, and for an unknown key
+                the nearest known one.
+        """
+        try:
+            return cls.model_validate(dict(extra))
+        except ValidationError as error:
+            raise ConfigError(_explain(error, cls)) from None
+
+
+class KvloomConfig(_ExtraConfig):
+    """Everything BlendConnector can be told, with what it does when told nothing."""
 
     # Store
     store_pipeline: str = Field(
@@ -113,18 +132,53 @@ class KvloomConfig(BaseModel):
         "(once: never what was computed on top of those); they are no exact prefix ever.",
     )
 
-    @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> KvloomConfig:
-        """Validate ``kv_connector_extra_config``.
 
-        Raises:
-            ConfigError: names every bad key, its value, what is allowed, and for an unknown key
-                the nearest known one.
-        """
-        try:
-            return cls.model_validate(dict(extra))
-        except ValidationError as error:
-            raise ConfigError(_explain(error, cls)) from None
+IO_ENTRIES = 8  # pages that one HF3FS client moves at once
+
+
+class Hf3fsConfig(_ExtraConfig):
+    """Everything HF3FSKVConnector can be told (spec row H1)."""
+
+    hf3fs_storage_path: str = Field(
+        "/vllm-workspace/mnt/hf3fs", description="Directory of the page files, on a 3FS mount."
+    )
+    hf3fs_metadata_server_url: str = Field(
+        "http://localhost:18000",
+        pattern=r"^https?://[^/]+/*$",
+        description="The metadata service: `kvloom serve-metadata`.",
+    )
+    hf3fs_metadata_token: SecretStr | None = Field(
+        None,
+        description="The service's bearer token; default: the environment variable "
+        "`KVLOOM_METADATA_TOKEN`.",
+    )
+    hf3fs_file_size: Size = Field(
+        1024**3, description="Size of a rank's page file, in bytes or like `64GiB`."
+    )
+    hf3fs_client_numjobs: int = Field(16, ge=1, le=256, description="Clients that move pages.")
+    hf3fs_max_device_buffer_count: int = Field(
+        128,
+        ge=1,
+        description=f"Pages in memory for saves, and as many for loads; at least {IO_ENTRIES} a "
+        "client. When all are in use, saves are dropped.",
+    )
+    hf3fs_io: Literal["auto", "usrbio", "posix"] = Field(
+        "auto", description="How pages are moved; `auto`: by 3FS's rings where they can be used."
+    )
+    load_timeout_s: float = Field(
+        10.0, gt=0, description="What is not loaded after this many seconds is recomputed."
+    )
+    save_generated: bool = Field(True, description="Store generated text too, not only prompts.")
+
+    @property
+    def buffer_count(self) -> int:
+        return max(self.hf3fs_max_device_buffer_count, self.hf3fs_client_numjobs * IO_ENTRIES)
+
+    @property
+    def metadata_token(self) -> str | None:
+        if self.hf3fs_metadata_token is not None:
+            return self.hf3fs_metadata_token.get_secret_value()
+        return os.environ.get("KVLOOM_METADATA_TOKEN") or None
 
 
 def known_names(name: str, known: Sequence[str]) -> str:

@@ -8,18 +8,14 @@ without us.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -32,16 +28,16 @@ from kvloom.store.catalog import IndexFeeder
 from kvloom.store.registry import acquire_store, release_store
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
+from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
 from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
-from kvloom.vllm.paged_cache import PagedCache, UnknownLayoutError
+from kvloom.vllm.paged_cache import UnknownLayoutError
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.scheduler import BlendScheduler
 from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -55,28 +51,8 @@ compat.keep_loaded_models()
 _DRAIN_S = 10.0
 _INDEX_WAIT_S = 5.0
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _guarded(fallback: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A hook that fails answers ``fallback()``: reuse is lost for a request, never the engine."""
-
-    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(hook)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:
-                logger.exception("kvloom: %s failed; going on without", hook.__name__)
-                return cast("R", fallback())
-
-        return guarded
-
-    return decorate
-
-
-class BlendConnector(KVConnectorBase_V1, SupportsHMA):
+class BlendConnector(KvloomConnector):
     """The connector that ``kv_connector: "BlendConnector"`` names.
 
     Raises:
@@ -89,16 +65,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.config = KvloomConfig.from_extra(self._kv_transfer_config.kv_connector_extra_config)
         self._policy = make_policy(self.config)
-        # Loads that fail and can't be computed in place must become a recompute: vLLM's default
-        # answers the user with an error instead.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: BlendScheduler | None = None
         self._worker: BlendWorker | None = None
         self._store: Store | None = None
         self._feeder: IndexFeeder | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
-        self._promised: set[str] = set()
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
@@ -137,11 +109,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             ", ".join(self.config.storage_backends),
         )
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """A dropped save is a later miss and no lost hand-off: a preempted request may finish."""
-        return False
-
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -157,8 +124,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self, store: Store, kv_caches: dict[str, torch.Tensor]) -> BlendWorker:
         config, names = self._vllm_config, self._group.layer_names
-        layers = compat.attention_layers(config, names)
-        cache = PagedCache([compat.cache_layer(n, layers[n], kv_caches[n]) for n in names])
+        cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
         engine: RecomputeEngine | None = None
         corrector: PositionCorrector | None = None
         try:
@@ -170,7 +136,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             self._obstacle = Obstacle(str(error), everything=False)
         return BlendWorker(self.config, store, cache, corrector, engine)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._metadata()
         self._unserved_blocks.update(metadata.unfilled)
@@ -180,35 +146,23 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._worker.load(plan)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads end in ``start_load_kv``."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        """Nothing: whole chunks are saved after the forward."""
-
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             for plan in self._metadata().saves:
                 self._worker.save(plan)
             self._worker.end_step()
 
-    @_guarded(lambda: (None, None))
+    @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return (self._worker.take_finished_saves() or None if self._worker else None), None
 
-    @_guarded(set)
+    @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._unserved_blocks = self._unserved_blocks, set()
         return failed | (self._worker.take_failed_blocks() if self._worker else set())
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         obstacle, self._obstacle = self._obstacle, None
         report = self._worker.take_report() if self._worker else WorkerReport()
@@ -226,12 +180,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.add(request)
 
-    @_guarded(lambda: (0, False))
+    @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -239,7 +193,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.match(request, num_computed_tokens), False
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -262,17 +216,17 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
         return metadata
 
-    @_guarded(StepMetadata)
+    @guarded(StepMetadata)
     def _plans(self, scheduler: BlendScheduler, output: SchedulerOutput) -> StepMetadata:
         return scheduler.step(output)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
 
-    @_guarded(lambda: (False, None))
+    @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -294,19 +248,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """What of the engine's configuration rules kvloom out; both sides come to the same answer."""
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        return (
-            f"tensor and pipeline parallelism are not supported yet ({parallel.world_size} ranks)"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"models with {len(groups)} KV cache groups are not supported yet"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
-        return f"only full attention is supported yet, not {type(spec).__name__}"
-    return None
+    ranks = vllm_config.parallel_config.world_size
+    if ranks > 1:
+        return f"tensor and pipeline parallelism are not supported yet ({ranks} ranks)"
+    return why_off(kv_cache_config)
 
 
 def _check_model(config: KvloomConfig, vllm_config: VllmConfig, head_dim: int) -> None:

@@ -17,11 +17,18 @@ class Buffer:
 
 
 class BufferPool:
-    """At most ``count`` payloads of one shape, reused."""
+    """At most ``count`` payloads of one shape, reused.
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+    Args:
+        size: bytes of a buffer, if it holds more than the payload at its beginning.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, count: int, size: int | None = None
+    ) -> None:
         self._shape, self._dtype = shape, dtype
-        self._size = torch.Size(shape).numel() * dtype.itemsize
+        self._elements = torch.Size(shape).numel()
+        self._size = self._elements * dtype.itemsize if size is None else size
         self._memory = HostMemory(count * self._size)
 
     def acquire(self) -> Buffer | None:
@@ -29,7 +36,8 @@ class BufferPool:
         memory = self._memory.take(self._size)
         if memory is None:
             return None
-        return Buffer(memory, torch.frombuffer(memory, dtype=self._dtype).view(self._shape))
+        payload = torch.frombuffer(memory, dtype=self._dtype, count=self._elements)
+        return Buffer(memory, payload.view(self._shape))
 
     def release(self, buffer: Buffer) -> None:
         self._memory.give(buffer.memory)

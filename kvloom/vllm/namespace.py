@@ -15,11 +15,14 @@ _SAMPLE_BYTES = 65536
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 
 
-def engine_namespace(vllm_config: VllmConfig, layers: int, heads: int, head_dim: int) -> str:
+def engine_namespace(
+    vllm_config: VllmConfig, layers: int, heads: int, head_dim: int, **more: str | int | None
+) -> str:
     """Hex digest over model, weights, dtypes, geometry, RoPE and parallel layout.
 
     Args:
-        layers, heads, head_dim: geometry of this rank's KV cache.
+        layers, heads, head_dim: geometry of the KV cache.
+        more: what else tells a connector's bytes apart.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -41,6 +44,7 @@ def engine_namespace(vllm_config: VllmConfig, layers: int, heads: int, head_dim:
             "rope": repr(rope_parameters(vllm_config)),
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,
+            **more,
         }
     )
 

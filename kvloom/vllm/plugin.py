@@ -20,6 +20,7 @@ def register() -> None:
     compat.keep_loaded_models()
     if "BlendConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("BlendConnector", _BLEND_MODULE, "BlendConnector")
+    # vLLM has a connector of this name built in; only ``kv_connector_module_path`` names ours.
     _alias(_OLDER_BLEND_MODULE, _BLEND_MODULE)
 
 

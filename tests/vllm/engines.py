@@ -26,6 +26,20 @@ def transfer_config(store: Path, **extra: Any) -> dict[str, Any]:
     }
 
 
+def transfer_config_hf3fs(pages: Path, url: str, **extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` of an HF3FSKVConnector over a directory and a metadata service."""
+    return {
+        "kv_connector": "HF3FSKVConnector",
+        "kv_connector_module_path": "kvloom.vllm.hf3fs_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "hf3fs_storage_path": str(pages),
+            "hf3fs_metadata_server_url": url,
+            **extra,
+        },
+    }
+
+
 @dataclass
 class Answer:
     """What came back of one request.

@@ -1,0 +1,99 @@
+"""What both connectors share: hooks that never raise, and those in which nothing is to be done."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvloom.vllm import compat
+from kvloom.vllm.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionMetadata
+
+logger = init_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(fallback: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A hook that fails answers ``fallback()``: reuse is lost for a request, never the engine."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def safe(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("kvloom: %s failed; going on without", hook.__name__)
+                return cast("R", fallback())
+
+        return safe
+
+    return decorate
+
+
+class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
+    """The base of the connectors; ``_promised`` are requests that count on tokens from us."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # Loads that fail and can't be computed in place must become a recompute: vLLM's default
+        # answers the user with an error instead.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._promised: set[str] = set()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss and no lost hand-off: a preempted request may finish."""
+        return False
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no layer is loaded while the forward runs."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: all layers are saved after the forward."""
+
+
+def why_off(kv_cache_config: KVCacheConfig) -> str | None:
+    """What of the engine's KV cache rules kvloom out; both sides come to the same answer."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"models with {len(groups)} KV cache groups are not supported yet"
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        return f"only full attention is supported yet, not {type(spec).__name__}"
+    return None
+
+
+def paged_cache(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> tuple[PagedCache, dict[str, Any]]:
+    """The engine's registered caches as one, and its attention modules by layer name.
+
+    Raises:
+        UnknownLayoutError, EngineMismatchError: they can't be read and written.
+    """
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    layers = compat.attention_layers(vllm_config, names)
+    return PagedCache([compat.cache_layer(n, layers[n], kv_caches[n]) for n in names]), layers
