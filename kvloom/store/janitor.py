@@ -258,6 +258,9 @@ class Janitor:
             os.unlink(path)
         except FileNotFoundError:
             return False
+        except IsADirectoryError:  # somebody put it in a block's place, and it was put aside
+            with suppress(OSError):
+                os.rmdir(path)
         swept.freed += size
         return True
 

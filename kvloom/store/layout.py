@@ -14,6 +14,7 @@ import hashlib
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,8 +130,10 @@ class Listing:
             name = entry.name
             try:
                 if is_block(name):
-                    stat = entry.stat(follow_symlinks=False)
-                    size = pages(stat.st_size)
+                    info = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(info.st_mode):
+                        continue  # whoever wants the block finds that out
+                    size = pages(info.st_size)
                     self.size += size
                     self.blocks.append(
                         BlockFile(
@@ -138,8 +141,8 @@ class Listing:
                             namespace,
                             bytes.fromhex(name[:32]),
                             size,
-                            stat.st_mtime_ns,
-                            max(stat.st_mtime_ns, stat.st_atime_ns),
+                            info.st_mtime_ns,
+                            max(info.st_mtime_ns, info.st_atime_ns),
                         )
                     )
                 elif name.endswith(TEMPORARY):
@@ -151,11 +154,11 @@ class Listing:
     def _list_quarantine(self, folder: Path) -> None:
         for entry in _entries(folder):
             try:
-                stat = entry.stat(follow_symlinks=False)
+                info = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            size = pages(stat.st_size)
-            self.quarantined.append((entry.path, size, stat.st_mtime_ns))
+            size = pages(info.st_size)
+            self.quarantined.append((entry.path, size, info.st_mtime_ns))
             self.size += size
 
 

@@ -85,13 +85,6 @@ def test_verify_names_every_bad_block_and_leaves_it(tmp_path: Path, at: int) -> 
     assert str(paths[2]) in run("verify", tmp_path).output
 
 
-def test_verify_meets_what_is_no_file(tmp_path: Path) -> None:
-    (path,) = filled(tmp_path, 1)
-    path.unlink()
-    os.mkfifo(path)
-    assert run("verify", tmp_path).exit_code == 1
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
 def test_a_directory_that_is_not_there_is_a_wrong_use(tmp_path: Path, command: str) -> None:
     result = run(command, tmp_path / "nowhere")
