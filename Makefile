@@ -31,6 +31,10 @@ demo: $(INSTALLED) $(MODEL)/config.json  ## Answer questions over documents: col
 test: lint $(MODEL)/config.json  ## Lint, check types and layers, then run all tests on the real engine.
 	@KVLOOM_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/pytest
 
+.PHONY: chaos
+chaos: $(INSTALLED)  ## Harm a store in every way, at length, and count what it did not survive (15 minutes at most).
+	@timeout 900 $(BIN)/python -m tests.store.chaos
+
 .PHONY: lint
 lint: $(INSTALLED)  ## Lint, formatting, types, layers.
 	@$(BIN)/ruff check .

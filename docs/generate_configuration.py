@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import UnionType
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from kvloom.config import KvloomConfig
 
@@ -25,7 +25,9 @@ def type_name(annotation: object) -> str:
     """A field's type as a user writes it: ``float``, ``list[str]``, ``"a"`` or ``"b"``."""
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
-    if isinstance(annotation, UnionType):
+    if get_origin(annotation) is Annotated:
+        return type_name(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return " or ".join(type_name(part) for part in parts)
     plain = isinstance(annotation, type) and get_origin(annotation) is None
@@ -35,7 +37,7 @@ def type_name(annotation: object) -> str:
 def page() -> str:
     rows = []
     for name, field in KvloomConfig.model_fields.items():
-        default = "the model's" if field.default is None else f"`{json.dumps(field.default)}`"
+        default = f"`{json.dumps(field.default)}`"
         cells = f"`{name}`", type_name(field.annotation), default, field.description or ""
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return HEAD + "".join(rows)

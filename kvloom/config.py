@@ -68,6 +68,23 @@ class KvloomConfig(_ExtraConfig):
     cache_bytes: Size = Field(
         2 * 1024**3, description="Host memory of the `Cache` stage, in bytes or like `4GiB`."
     )
+    disk_bytes: Size | None = Field(
+        None,
+        description="The most that each directory of `storage_backends` takes, of all models and "
+        "engines together; default: all but a tenth of the file system (at most 4 GiB are left "
+        "free).",
+    )
+    ttl_s: float | None = Field(
+        None,
+        gt=0,
+        description="Blocks are gone this many seconds after they were written, used or not; "
+        "default: never.",
+    )
+    eviction: Literal["s3fifo", "lru"] = Field(
+        "s3fifo",
+        description="What goes first when memory or disk is full: `lru`, the least recently used; "
+        "`s3fifo`, what was never used again, then the least used.",
+    )
     durability: Literal["none", "data", "full"] = Field(
         "none",
         description="`none`: the kernel writes when it likes; `data`: fsync the file before it is "

@@ -73,6 +73,19 @@ def rotate(repeats: Annotated[int, typer.Option(min=1)] = 9, json: JsonOption = 
     _run(lambda show: bench.run(repeats), json)
 
 
+@app.command()
+def eviction(
+    requests: Annotated[int, typer.Option(min=1, help="Length of the trace.")] = 200_000,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks used again and again.")] = 20_000,
+    once: Annotated[float, typer.Option(min=0, max=1, help="Part of blocks used once.")] = 0.3,
+    json: JsonOption = None,
+) -> None:
+    """Hit rates of the eviction policies beside the best possible."""
+    from kvloom.bench import eviction as bench
+
+    _run(lambda show: bench.run(requests, blocks, once, show), json)
+
+
 def _model(given: Path | None) -> Path:
     from kvloom.demo.model import DEFAULT_TARGET
 

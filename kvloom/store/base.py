@@ -134,6 +134,10 @@ class Store(ABC):
     def prefetch(self, keys: Sequence[bytes]) -> None:  # noqa: B027  (a stage may ignore it)
         """A hint that keys will be loaded soon; a fast stage may fetch them in the background."""
 
+    def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027  (a stage may ignore it)
+        """A hint that keys were served by a faster stage: a slower one that did not count that as
+        a use would evict first what is used most."""
+
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; how many were there."""

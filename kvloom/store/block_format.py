@@ -15,6 +15,7 @@ Whatever does not add up is a ``BadBlockError``, which stages turn into a miss.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,38 +56,48 @@ class StoredHeader:
         return self.payload_offset + self.block.payload_size
 
 
-def encode_header(header: BlockHeader, payload: memoryview) -> bytes:
+def payload_offset(header: BlockHeader) -> int:
+    """Where the payload of a block starts in its file: the size of the whole header."""
+    return _header_size(len(header.token_ids), len(header.part_sizes))
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """XXH3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def encode_header(header: BlockHeader, checksums: Sequence[int]) -> bytes:
     """Header bytes, padded to the payload's offset.
 
+    Args:
+        checksums: of each part.
+
     Raises:
-        ValueError: a digest is not 16 bytes, or the payload has another size than its parts.
+        ValueError: a digest is not 16 bytes.
     """
     digests = (bytes.fromhex(header.namespace), header.key, header.parent, header.scope)
     if any(len(digest) != 16 for digest in digests):
         raise ValueError("namespace, key, parent and scope are digests of 16 bytes")
-    if len(payload) != header.payload_size:
-        raise ValueError(f"payload of {len(payload)} bytes, parts of {header.payload_size}")
-    sizes = np.asarray(header.part_sizes, dtype="<u8")
-    tokens = np.ascontiguousarray(header.token_ids, dtype="<i4").tobytes()
-    length = _FIXED.size + len(tokens) + 2 * sizes.nbytes + _WORD
-    offset = -(-length // ALIGNMENT) * ALIGNMENT
+    offset = payload_offset(header)
     fixed = _FIXED.pack(
         _MAGIC,
         VERSION,
         offset,
         len(header.token_ids),
-        len(sizes),
+        len(header.part_sizes),
         header.generation,
         header.position,
         header.created_ns,
         *digests,
     )
-    body = b"".join((fixed, tokens, sizes.tobytes(), _checksums(header, payload).tobytes()))
+    tokens = np.ascontiguousarray(header.token_ids, dtype="<i4")
+    sizes, sums = np.asarray(header.part_sizes, "<u8"), np.asarray(checksums, "<u8")
+    body = b"".join((fixed, tokens.tobytes(), sizes.tobytes(), sums.tobytes()))
     body = body.ljust(offset - _WORD, b"\0")
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+    return body + struct.pack("<Q", checksum(body))
 
 
-def header_size(start: bytes | memoryview) -> int:
+def header_size(start: bytes | bytearray | memoryview) -> int:
     """Size of the whole header, from its first bytes (``ALIGNMENT`` of them are enough).
 
     Raises:
@@ -99,17 +110,12 @@ def header_size(start: bytes | memoryview) -> int:
         raise BadBlockError("no kvloom block")
     if version != VERSION:
         raise BadBlockError(f"format version {version}, this is {VERSION}")
-    length = _FIXED.size + 4 * tokens + 2 * _WORD * parts + _WORD
-    if (
-        tokens > _MOST_TOKENS
-        or parts > _MOST_PARTS
-        or offset != -(-length // ALIGNMENT) * ALIGNMENT
-    ):
+    if tokens > _MOST_TOKENS or parts > _MOST_PARTS or offset != _header_size(tokens, parts):
         raise BadBlockError("header sizes do not add up")
     return int(offset)
 
 
-def decode_header(data: bytes | memoryview) -> StoredHeader:
+def decode_header(data: bytes | bytearray | memoryview) -> StoredHeader:
     """The header at the start of ``data``.
 
     Raises:
@@ -124,8 +130,8 @@ def decode_header(data: bytes | memoryview) -> StoredHeader:
     tokens_at = _FIXED.size
     sizes_at = tokens_at + 4 * tokens
     sums_at = sizes_at + _WORD * parts
-    (checksum,) = struct.unpack_from("<Q", data, offset - _WORD)
-    if xxhash.xxh3_64_intdigest(data[: offset - _WORD]) != checksum:
+    (expected,) = struct.unpack_from("<Q", data, offset - _WORD)
+    if checksum(memoryview(data)[: offset - _WORD]) != expected:
         raise BadBlockError("header checksum is wrong")
     block = BlockHeader(
         namespace=namespace.hex(),
@@ -168,15 +174,11 @@ def verify_parts(stored: StoredHeader, first: int, payload: memoryview) -> None:
         if at == len(payload):
             return
         size = stored.block.part_sizes[part]
-        if xxhash.xxh3_64_intdigest(payload[at : at + size]) != int(stored.checksums[part]):
+        if checksum(payload[at : at + size]) != int(stored.checksums[part]):
             raise BadBlockError(f"part {part} fails its checksum")
         at += size
 
 
-def _checksums(header: BlockHeader, payload: memoryview) -> npt.NDArray[np.uint64]:
-    sums: list[int] = []
-    at = 0
-    for size in header.part_sizes:
-        sums.append(xxhash.xxh3_64_intdigest(payload[at : at + size]))
-        at += size
-    return np.asarray(sums, dtype="<u8")
+def _header_size(tokens: int, parts: int) -> int:
+    length = _FIXED.size + 4 * tokens + 2 * _WORD * parts + _WORD
+    return -(-length // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
-"""``Cache``: blocks in host memory, bounded, the least recently used go first."""
+"""``Cache``: blocks in host memory, bounded; which go first is an eviction policy's to say."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import numpy as np
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, PayloadSlice, Store, Task, Watcher
+from kvloom.store.eviction import POLICIES
 from kvloom.store.memory import HostMemory
 from kvloom.store.tasks import BatchTask
 from kvloom.store.threads import WorkerThreads
@@ -35,25 +36,38 @@ class Cache(Store):
     Args:
         limit_bytes: payload bytes kept (``cache_bytes``).
         threads: threads that copy payloads.
+        eviction: name of the eviction policy.
+        ttl_s: seconds after their making when blocks are gone; None: never.
     """
 
-    def __init__(self, namespace: str, limit_bytes: int, threads: int) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        limit_bytes: int,
+        threads: int,
+        eviction: str = "s3fifo",
+        ttl_s: float | None = None,
+    ) -> None:
         self.namespace = namespace
         self._memory = HostMemory(limit_bytes)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: dict[bytes, _Entry] = {}
+        self._policy = POLICIES[eviction]()
+        self._ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
         self._lock = threading.Lock()
         self._announcer = Announcer()
         self._threads = WorkerThreads("kvloom-cache", threads)
         self._closed = False
-        self._counts = dict.fromkeys(("hits", "misses", "stored", "evicted", "dropped"), 0)
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "stored", "evicted", "expired", "dropped"), 0
+        )
 
     @classmethod
     def from_config(cls, namespace: str, config: KvloomConfig) -> Cache:
-        return cls(namespace, config.cache_bytes, config.io_threads)
+        return cls(namespace, config.cache_bytes, config.io_threads, config.eviction, config.ttl_s)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [key in self._entries for key in keys]
+            return [self._find(key) is not None for key in keys]
 
     def load(
         self,
@@ -78,7 +92,7 @@ class Cache(Store):
 
     def header(self, key: bytes) -> BlockHeader | None:
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._find(key)
             return entry.header if entry is not None else None
 
     def headers(self) -> Iterator[BlockHeader]:
@@ -123,12 +137,12 @@ class Cache(Store):
         buffer: memoryview,
     ) -> None:
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._find(key)
             if entry is None:
                 self._counts["misses"] += 1
             else:
                 entry.readers += 1
-                self._entries.move_to_end(key)
+                self._policy.touch(key)
                 self._counts["hits"] += 1
         if entry is None:
             task.settle(number, False)
@@ -155,7 +169,7 @@ class Cache(Store):
             return
         payload = None
         with self._lock:
-            known = header.key in self._entries
+            known = self._find(header.key) is not None
             if not known:
                 payload = self._memory.take(len(buffer)) or self._evict_for(len(buffer))
         if payload is not None:
@@ -165,6 +179,7 @@ class Cache(Store):
                     self._memory.give(payload)
                 else:
                     self._entries[header.key] = _Entry(header, payload)
+                    self._policy.add(header.key, len(payload))
                     self._counts["stored"] += 1
                     self._announcer.announce(header)
         elif not known:
@@ -172,9 +187,20 @@ class Cache(Store):
                 self._counts["dropped"] += 1
         task.settle(number, known or payload is not None)
 
+    def _find(self, key: bytes) -> _Entry | None:
+        """An entry that has not expired; one that has is removed on the way."""
+        entry = self._entries.get(key)
+        if entry is None or self._ttl_ns is None:
+            return entry
+        if time.time_ns() - entry.header.created_ns <= self._ttl_ns:
+            return entry
+        self._remove(key)
+        self._counts["expired"] += 1
+        return None
+
     def _evict_for(self, size: int) -> memoryview | None:
-        """Memory for a block, from the least recently used ones that nobody reads."""
-        for key in [key for key, entry in self._entries.items() if not entry.readers]:
+        """Memory for a block, from those that the policy gives up and nobody reads."""
+        while (key := self._policy.evict(self._is_read)) is not None:
             self._remove(key)
             self._counts["evicted"] += 1
             payload = self._memory.take(size)
@@ -182,10 +208,14 @@ class Cache(Store):
                 return payload
         return None
 
+    def _is_read(self, key: bytes) -> bool:
+        return self._entries[key].readers > 0
+
     def _remove(self, key: bytes) -> bool:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
+        self._policy.remove(key)
         if not entry.readers:
             self._memory.give(entry.payload)
         self._announcer.announce(key)

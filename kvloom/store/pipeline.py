@@ -58,6 +58,10 @@ class Pipeline(Store):
                 partial(self._promote, wanted[first : first + _PREFETCH_BLOCKS])
             )
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for stage in self._stages:
+            stage.touch(keys)
+
     def delete(self, keys: Sequence[bytes]) -> int:
         there = sum(self.lookup(keys))
         for stage in self._stages:
@@ -173,8 +177,11 @@ class _Load(Task):
             else:
                 mine, left = left, []
             if mine:
+                keys = [self._keys[entry] for entry in mine]
+                for slower in self._stages[number + 1 :]:
+                    slower.touch(keys)
                 task = stage.load(
-                    [self._keys[entry] for entry in mine],
+                    keys,
                     [self._slices[entry] for entry in mine],
                     [self._buffers[entry] for entry in mine],
                 )

@@ -1,22 +1,21 @@
 """``Posix``: blocks as files in one directory or several: local disks, NFS, a 3FS mount.
 
-    <root>/<namespace>/<first byte of key>/<key>.kv
-
 A block is written to a file of its own name, then renamed: a reader sees it whole or not at all,
 whatever dies when (spec rows S5, S9). The root of a block follows from its key (rendezvous
-hashing) and readers look in all roots, so adding or reordering roots hides nothing. Whatever a
-file system answers becomes a miss or a dropped save, a counter and a warning (S6, S8, S14).
+hashing) and readers look in all roots, so adding or reordering roots hides nothing. Room is counted
+before a block is written, and made by evicting others (``janitor``, S7). Whatever a file system
+answers becomes a miss or a dropped save, a counter and a warning (S6, S8, S14).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
-import secrets
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
@@ -25,30 +24,34 @@ import numpy as np
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Changes, PayloadSlice, Store, Task, Watcher
-from kvloom.store.block_format import (
-    ALIGNMENT,
-    BadBlockError,
-    StoredHeader,
-    decode_header,
-    encode_header,
-    header_size,
-    parts_of,
-    verify_parts,
+from kvloom.store.block_file import Scratch, opened, read_header, read_payload, write_block
+from kvloom.store.block_format import BadBlockError, payload_offset
+from kvloom.store.janitor import Janitor, Sweeper
+from kvloom.store.layout import (
+    QUARANTINE,
+    SUFFIX,
+    block_files,
+    block_path,
+    fan_out,
+    is_block,
+    make_private,
+    pages,
+    temporary_path,
 )
-from kvloom.store.memory import HostMemory
 from kvloom.store.tasks import BatchTask
 from kvloom.store.threads import WorkerThreads
 from kvloom.store.watching import Announcer, Events
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = ".kv"
-_TEMPORARY = ".tmp"
-_QUARANTINE = "quarantine"
+# Takes verified bytes at an offset of the caller's buffer; False: they are not wanted any more.
+Put = Callable[[int, memoryview], bool]
+
 _QUARANTINED_FILES = 64
-_STALE_S = 3600.0
 _CLOSE_S = 10.0
 _WARN_EVERY_S = 30.0
+# How exactly the time of the last use is known: what is used more often costs nothing more.
+_USED_GRANULARITY_NS = 1_000_000_000
 # A directory that changed this shortly before it was listed may change again without a new mtime.
 _MTIME_GRANULARITY_NS = 2_000_000_000
 
@@ -61,6 +64,9 @@ class Posix(Store):
         durability: ``none``, ``data`` or ``full`` (see the configuration reference).
         threads: threads for reads, and as many for writes.
         scan_every_s: how often a watcher looks for other processes' writes (``index_poll_s``).
+        limit_bytes: the most that each directory takes (``disk_bytes``).
+        eviction: name of the eviction policy.
+        ttl_s: seconds after which a block is gone; None: never.
     """
 
     def __init__(
@@ -69,7 +75,11 @@ class Posix(Store):
         roots: Sequence[Path],
         durability: str,
         threads: int,
+        *,
         scan_every_s: float = 1.0,
+        limit_bytes: int | None = None,
+        eviction: str = "s3fifo",
+        ttl_s: float | None = None,
     ) -> None:
         self.namespace = namespace
         self._folders = [root / namespace for root in roots]
@@ -78,22 +88,33 @@ class Posix(Store):
         self._readers = WorkerThreads("kvloom-read", threads)
         self._writers = WorkerThreads("kvloom-write", threads)
         self._announcer = Announcer()
-        self._scratch = local()
+        self._local = local()
         self._closed = False
         self._lock = Lock()
         self._warned: dict[str, float] = {}
-        self._host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
         names = ("hits", "misses", "stored", "dropped", "bad", "errors")
         self._counts = dict.fromkeys(names, 0)
-        self._writers.submit(self._remove_stale)
+        self._janitors = {
+            root / namespace: Janitor(root, limit_bytes, eviction, ttl_s, self._removed)
+            for root in roots
+        }
+        self._sweeper = Sweeper(list(self._janitors.values()), ttl_s, self._sweep_failed)
 
     @classmethod
     def from_config(cls, namespace: str, config: KvloomConfig) -> Posix:
-        roots = [Path(backend).expanduser() for backend in config.storage_backends]
-        return cls(namespace, roots, config.durability, config.io_threads, config.index_poll_s)
+        return cls(
+            namespace,
+            [Path(backend).expanduser() for backend in config.storage_backends],
+            config.durability,
+            config.io_threads,
+            scan_every_s=config.index_poll_s,
+            limit_bytes=config.disk_bytes,
+            eviction=config.eviction,
+            ttl_s=config.ttl_s,
+        )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        return [any(path.exists() for path in self._paths(key)) for key in keys]
+        return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
 
     def load(
         self,
@@ -118,14 +139,20 @@ class Posix(Store):
                 self._writers.submit(partial(self._dump, task, entry, header, buffer))
         return task
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if not self._closed:
+            self._writers.submit(partial(self._touch_all, list(keys)))
+
     def delete(self, keys: Sequence[bytes]) -> int:
         deleted = 0
         for key in keys:
             there = False
             for path in self._paths(key):
                 try:
+                    size = pages(path.stat().st_size)
                     path.unlink()
                     there = True
+                    self._janitors[path.parents[1]].limit.release(size)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -141,7 +168,7 @@ class Posix(Store):
 
     def headers(self) -> Iterator[BlockHeader]:
         for folder in self._folders:
-            for path in _block_files(folder):
+            for path in block_files(folder):
                 header = self._read_header(path)
                 if header is not None:
                     yield header
@@ -151,15 +178,27 @@ class Posix(Store):
 
     def stats(self) -> dict[str, int]:
         with self._lock:
-            return {f"posix.{name}": count for name, count in self._counts.items()}
+            counts = {f"posix.{name}": count for name, count in self._counts.items()}
+        janitors = self._janitors.values()
+        counts["posix.evicted"] = sum(janitor.evicted for janitor in janitors)
+        counts["posix.expired"] = sum(janitor.expired for janitor in janitors)
+        return counts
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._readers.close(_CLOSE_S)
             self._writers.close(_CLOSE_S)
+            self._sweeper.close(_CLOSE_S)
 
     # Reading
+
+    def _is_there(self, path: Path) -> bool:
+        try:
+            stat = path.stat()
+        except OSError:
+            return False
+        return not self._janitors[path.parents[1]].is_over(stat.st_mtime_ns)
 
     def _load(
         self, task: BatchTask, entry: int, key: bytes, part: PayloadSlice | None, buffer: memoryview
@@ -175,92 +214,83 @@ class Posix(Store):
     def _read(
         self, task: BatchTask, entry: int, key: bytes, part: PayloadSlice | None, buffer: memoryview
     ) -> bool:
+        def put(at: int, piece: memoryview) -> bool:
+            with task.writing(entry) as granted:
+                if granted:
+                    np.copyto(
+                        np.frombuffer(buffer[at : at + len(piece)], dtype=np.uint8),
+                        np.frombuffer(piece, dtype=np.uint8),
+                    )
+                return granted
+
         for path in self._paths(key):
             try:
-                wanted = self._wanted_bytes(path, key, part)
+                if self._read_file(path, key, part, len(buffer), put):
+                    return True
             except FileNotFoundError:
                 continue
             except BadBlockError as error:
                 self._quarantine(path, key, error)
-                continue
+            except ValueError:
+                continue  # a slice past the payload's end
             except OSError as error:
                 self._warn("read", path, error)
-                continue
-            if len(wanted) != len(buffer):
-                continue
-            with task.writing(entry) as granted:
-                if granted:
-                    np.copyto(
-                        np.frombuffer(buffer, dtype=np.uint8), np.frombuffer(wanted, dtype=np.uint8)
-                    )
-                return granted
         return False
 
-    def _wanted_bytes(self, path: Path, key: bytes, part: PayloadSlice | None) -> memoryview:
-        """Verified payload bytes, in this thread's scratch memory: valid until its next read.
+    def _read_file(
+        self, path: Path, key: bytes, part: PayloadSlice | None, size: int, put: Put
+    ) -> bool:
+        """Read a slice of ``size`` bytes; False where that is not its size, or it is not wanted."""
+        with opened(path) as descriptor:
+            stat = os.fstat(descriptor)
+            if self._janitors[path.parents[1]].is_over(stat.st_mtime_ns):
+                return False
+            stored = read_header(descriptor, self.namespace, key)
+            if size != (part.length if part else stored.block.payload_size):
+                return False
+            for at, piece in read_payload(descriptor, stored, part, self._scratch()):
+                if not put(at, piece):
+                    return False
+            self._touch(descriptor, stat)
+        return True
 
-        Reads never go straight into the caller's buffer: one that hangs could not be taken back.
-        """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            scratch = self._scratch_memory(size)
-            if part is None:
-                _read_fully(descriptor, scratch, 0)
-                stored = decode_header(scratch)
-            else:
-                stored = _stored_header(descriptor, scratch)
-            self._check(stored, key, size)
-            whole = PayloadSlice(0, stored.block.payload_size)
-            first, _, span = parts_of(stored.block, part or whole)
-            at = stored.payload_offset + span.offset
-            payload = scratch[at : at + span.length]
-            if part is not None:
-                _read_fully(descriptor, payload, at)
-            verify_parts(stored, first, payload)
-        finally:
-            os.close(descriptor)
-        if part is None:
-            return payload
-        return payload[part.offset - span.offset : part.offset - span.offset + part.length]
+    def _scratch(self) -> Scratch:
+        scratch: Scratch | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = Scratch()
+        return scratch
 
-    def _check(self, stored: StoredHeader, key: bytes, size: int) -> None:
-        if stored.block.key != key or stored.block.namespace != self.namespace:
-            raise BadBlockError("the block of another key or namespace")
-        if stored.file_size != size:
-            raise BadBlockError(f"{size} bytes, should be {stored.file_size}")
+    def _touch(self, file: int | Path, stat: os.stat_result) -> None:
+        """Note that a block was used: what eviction goes by, in every process."""
+        now = time.time_ns()
+        if (
+            abs(now - stat.st_atime_ns) > _USED_GRANULARITY_NS
+            or stat.st_atime_ns <= stat.st_mtime_ns
+        ):
+            with suppress(OSError):  # a read-only directory still serves
+                os.utime(file, ns=(now, stat.st_mtime_ns))
 
-    def _scratch_memory(self, size: int) -> memoryview:
-        memory: memoryview | None = getattr(self._scratch, "memory", None)
-        if memory is None or len(memory) < size:
-            memory = HostMemory(size).take(size) if size else memoryview(bytearray())
-            if memory is None:
-                raise BadBlockError(f"a file of {size} bytes")
-            self._scratch.memory = memory
-        return memory[:size]
+    def _touch_all(self, keys: Sequence[bytes]) -> None:
+        for path in (path for key in keys for path in self._paths(key)):
+            with suppress(OSError):
+                self._touch(path, path.stat())
+                break
 
     def _read_header(self, path: Path) -> BlockHeader | None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with opened(path) as descriptor:
+                return read_header(descriptor, self.namespace, bytes.fromhex(path.stem)).block
+        except BadBlockError as error:
+            self._quarantine(path, None, error)
         except OSError:
-            return None
-        try:
-            size = os.fstat(descriptor).st_size
-            stored = _stored_header(descriptor, memoryview(bytearray(min(size, 1 << 24))))
-            self._check(stored, bytes.fromhex(path.stem), size)
-            return stored.block
-        except (BadBlockError, OSError, ValueError) as error:
-            if not isinstance(error, OSError):
-                self._quarantine(path, None, error)
-            return None
-        finally:
-            os.close(descriptor)
+            pass  # gone, or not to be read now
+        return None
 
     def _quarantine(self, path: Path, key: bytes | None, error: Exception) -> None:
         """Move a bad block out of sight; a few are kept to be looked at."""
         self._count("bad")
         self._warn("verify", path, error)
-        aside = path.parents[1] / _QUARANTINE
+        aside = path.parents[1] / QUARANTINE
         try:
             aside.mkdir(mode=0o700, exist_ok=True)
             if len(os.listdir(aside)) < _QUARANTINED_FILES:
@@ -289,59 +319,60 @@ class Posix(Store):
         if header.namespace != self.namespace:
             return False
         paths = self._paths(header.key)
-        if any(path.exists() for path in paths):
+        if any(self._is_there(path) for path in paths):
             return True
         path = paths[0]
-        _make_private(path.parent)
-        temporary = path.with_name(
-            f"{path.stem}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}{_TEMPORARY}"
-        )
+        janitor = self._janitors[path.parents[1]]
+        size = pages(payload_offset(header) + len(buffer))
+        make_private(path.parent)
+        temporary = temporary_path(path, size)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        reserved = False
         try:
             try:
-                _write_fully(descriptor, [memoryview(encode_header(header, buffer)), buffer])
+                level = janitor.make_room(size)
+                if level is None:
+                    raise OSError(errno.ENOSPC, "disk_bytes leaves no room for this block")
+                reserved = True
+                write_block(descriptor, header, buffer)
                 if self._durability != "none":
                     os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
             temporary.rename(path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if reserved:
+                janitor.limit.release(size)
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    janitor.sweep(at_least=size)  # or it would be full for ever
             raise
         if self._durability == "full":
             _sync_folder(path.parent)
+        if level.crowded():
+            self._sweeper.wake()
         self._count("stored")
         self._announcer.announce(header)
         return True
 
-    def _remove_stale(self) -> None:
-        """Remove temporary files whose writer is dead: this host's by pid, others' by age."""
-        for folder in self._folders:
-            for path in folder.glob(f"*/*{_TEMPORARY}"):
-                try:
-                    if self._is_stale(path):
-                        path.unlink(missing_ok=True)
-                except (OSError, ValueError) as error:
-                    self._warn("clean", path, error)
+    def _removed(self, namespace: str, key: bytes) -> None:
+        """A janitor removed a block."""
+        if namespace == self.namespace:
+            self._announcer.announce(key)
 
-    def _is_stale(self, path: Path) -> bool:
-        _, host, pid, *_ = path.name.split(".")
-        if host == self._host:
-            return not Path(f"/proc/{int(pid)}").exists()
-        return time.time() - path.stat().st_mtime > _STALE_S
+    def _sweep_failed(self, root: Path, error: OSError) -> None:
+        self._warn("sweep", root, error)
 
     # Common
 
     def _paths(self, key: bytes) -> list[Path]:
         """Where a block may lie, the place to write it first."""
-        name = key.hex()
 
         def weight(folder: Path) -> bytes:
             return hashlib.blake2b(key + os.fsencode(folder), digest_size=8).digest()
 
         return [
-            folder / name[:2] / f"{name}{_SUFFIX}"
-            for folder in sorted(self._folders, key=weight, reverse=True)
+            block_path(folder, key) for folder in sorted(self._folders, key=weight, reverse=True)
         ]
 
     def _count(self, name: str) -> None:
@@ -398,7 +429,7 @@ class PosixWatcher(Watcher):
     def _scanning(self) -> Iterator[BlockHeader | bytes]:
         """What appeared and vanished in all folders, read bit by bit as it is asked for."""
         for root in self._stage._folders:
-            folders = _fan_out(root)
+            folders = fan_out(root)
             for gone in [f for f in self._seen if f.parent == root and f not in set(folders)]:
                 yield from self._seen.pop(gone)
                 self._listed.pop(gone, None)
@@ -412,9 +443,9 @@ class PosixWatcher(Watcher):
                 return
             now = time.time_ns()
             names = {
-                bytes.fromhex(entry.name[: -len(_SUFFIX)])
+                bytes.fromhex(entry.name[: -len(SUFFIX)])
                 for entry in os.scandir(folder)
-                if _is_block(entry.name)
+                if is_block(entry.name)
             }
         except OSError:
             return
@@ -424,75 +455,9 @@ class PosixWatcher(Watcher):
         self._seen[folder] = names
         yield from before - names
         for key in names - before:
-            header = self._stage._read_header(folder / f"{key.hex()}{_SUFFIX}")
+            header = self._stage._read_header(folder / f"{key.hex()}{SUFFIX}")
             if header is not None:
                 yield header
-
-
-def _fan_out(folder: Path) -> list[Path]:
-    try:
-        return [
-            Path(entry.path)
-            for entry in os.scandir(folder)
-            if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)
-        ]
-    except OSError:
-        return []
-
-
-def _block_files(folder: Path) -> Iterator[Path]:
-    for part in _fan_out(folder):
-        try:
-            names = os.listdir(part)
-        except OSError:
-            continue
-        for name in names:
-            if _is_block(name):
-                yield part / name
-
-
-def _is_block(name: str) -> bool:
-    stem = name.removesuffix(_SUFFIX)
-    return stem != name and len(stem) == 32 and all(c in "0123456789abcdef" for c in stem)
-
-
-def _stored_header(descriptor: int, scratch: memoryview) -> StoredHeader:
-    """The header of an open block, read into ``scratch``, which has room for the file."""
-    start = scratch[: min(ALIGNMENT, len(scratch))]
-    _read_fully(descriptor, start, 0)
-    size = header_size(start)
-    if size > len(scratch):
-        raise BadBlockError("header cut off")
-    if size > len(start):
-        _read_fully(descriptor, scratch[len(start) : size], len(start))
-    return decode_header(scratch[:size])
-
-
-def _read_fully(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fill ``memory`` from a file; a short read is gone on with, an end of file is a bad block."""
-    done = 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done:]], offset + done)
-        if count == 0:
-            raise BadBlockError(f"file ends at {offset + done}, {len(memory) - done} bytes early")
-        done += count
-
-
-def _write_fully(descriptor: int, pieces: list[memoryview]) -> None:
-    while pieces:
-        count = os.writev(descriptor, pieces)
-        while pieces and count >= len(pieces[0]):
-            count -= len(pieces.pop(0))
-        if pieces:
-            pieces[0] = pieces[0][count:]
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder and its missing parents, all 0700: ``mkdir(parents=True)`` would leave the
-    parents to the umask, readable by all."""
-    if not folder.is_dir():
-        _make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

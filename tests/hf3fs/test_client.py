@@ -180,7 +180,7 @@ class TestRings:
 
 
 def test_the_stand_in_has_the_published_signatures() -> None:
-    """H4: against the source of the package ``hf3fs-py-usrbio`` on PyPI, which can't be built here."""
+    """H4: against the source of ``hf3fs-py-usrbio`` on PyPI, which can't be built here."""
     try:
         releases = httpx.get("https://pypi.org/simple/hf3fs-py-usrbio/", timeout=20).text
         url = releases.split('href="')[1].split('"')[0].split("#")[0]

@@ -11,6 +11,7 @@ from kvloom.store.base import BlockHeader, PayloadSlice
 from kvloom.store.block_format import (
     ALIGNMENT,
     BadBlockError,
+    checksum,
     decode_header,
     encode_header,
     parts_of,
@@ -39,7 +40,13 @@ def blocks(draw: st.DrawFn) -> tuple[BlockHeader, bytes]:
 
 
 def whole(header: BlockHeader, payload: bytes) -> bytes:
-    return encode_header(header, memoryview(payload)) + payload
+    return encoded(header, payload) + payload
+
+
+def encoded(header: BlockHeader, payload: bytes | memoryview) -> bytes:
+    ends = np.cumsum(header.part_sizes)
+    parts = [payload[end - size : end] for end, size in zip(ends, header.part_sizes, strict=True)]
+    return encode_header(header, [checksum(part) for part in parts])
 
 
 def check(file: bytes) -> BlockHeader:
@@ -100,13 +107,13 @@ def test_a_slice_is_read_and_verified_by_the_parts_it_touches(
     ]
     assert list(range(first, last)) == touched
     assert span == PayloadSlice(starts[first], starts[last] - starts[first])
-    stored = decode_header(encode_header(header, memoryview(payload)))
+    stored = decode_header(encoded(header, payload))
     verify_parts(stored, first, memoryview(payload)[span.offset : span.offset + span.length])
 
 
 def test_another_version_is_refused() -> None:
     header, payload = make_block(1)
-    file = bytearray(encode_header(header, payload))
+    file = bytearray(encoded(header, payload))
     file[8] += 1
     with pytest.raises(BadBlockError, match="version"):
         decode_header(bytes(file))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.store.base import Store
 from kvloom.store.cache import Cache
 from kvloom.store.contract import NAMESPACE, PART, PARTS, dump, load, make_block
+from kvloom.store.eviction import POLICIES
 from kvloom.store.memory import HostMemory
 
 SIZE = PART * PARTS
@@ -19,7 +21,7 @@ ROOM = 4
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(["dump", "load", "delete"]), st.integers(0, 7))))
 def test_it_is_a_least_recently_used_cache_of_its_size(steps: list[tuple[str, int]]) -> None:
-    cache = Cache(NAMESPACE, limit_bytes=ROOM * SIZE, threads=1)
+    cache = Cache(NAMESPACE, limit_bytes=ROOM * SIZE, threads=1, eviction="lru")
     model: OrderedDict[int, bytes] = OrderedDict()
     for step, number in steps:
         header, payload = make_block(number)
@@ -43,8 +45,9 @@ def test_it_is_a_least_recently_used_cache_of_its_size(steps: list[tuple[str, in
     cache.close()
 
 
-def test_what_is_being_read_is_not_evicted() -> None:
-    cache = Cache(NAMESPACE, limit_bytes=2 * SIZE, threads=1)
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_what_is_being_read_is_not_evicted(eviction: str) -> None:
+    cache = Cache(NAMESPACE, limit_bytes=2 * SIZE, threads=1, eviction=eviction)
     read, other = make_block(1), make_block(2)
     dump(cache, [read, other])
     cache._entries[read[0].key].readers += 1  # as in the middle of a copy

@@ -1,0 +1,166 @@
+"""Reading and writing the file of one block (spec rows S4, S6).
+
+Payloads move in pieces of some parts that fit into the processor's cache: a piece is read, verified
+and copied on, or summed and written, while it is there, so that memory is passed over no more often
+than by a plain read or write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvloom.store.base import BlockHeader, PayloadSlice
+from kvloom.store.block_format import (
+    ALIGNMENT,
+    BadBlockError,
+    StoredHeader,
+    checksum,
+    decode_header,
+    encode_header,
+    header_size,
+    parts_of,
+    payload_offset,
+    verify_parts,
+)
+
+_PIECE_BYTES = 512 * 1024
+_READ = (
+    os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+)  # a FIFO in a block's place must not be waited for
+
+
+@contextmanager
+def opened(path: Path | str) -> Iterator[int]:
+    """A block's file, open for reading; its atime stays, for that is how blocks are known as used.
+
+    Raises:
+        BadBlockError: something else than a file.
+        OSError: it can't be opened.
+    """
+    try:
+        descriptor = os.open(path, _READ | os.O_NOATIME)
+    except PermissionError:  # O_NOATIME is for the owner alone
+        descriptor = os.open(path, _READ)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadBlockError("no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_header(descriptor: int, namespace: str, key: bytes) -> StoredHeader:
+    """The header of an open block.
+
+    Raises:
+        BadBlockError: it is damaged, another block's, or the file has not the size it says.
+        OSError: it can't be read.
+    """
+    size = os.fstat(descriptor).st_size
+    start = bytearray(min(ALIGNMENT, size))
+    read_fully(descriptor, memoryview(start), 0)
+    length = header_size(start)
+    if length > size:
+        raise BadBlockError("header cut off")
+    if length > len(start):
+        start += bytes(length - len(start))
+        read_fully(descriptor, memoryview(start)[ALIGNMENT:], ALIGNMENT)
+    stored = decode_header(start)
+    if stored.block.key != key or stored.block.namespace != namespace:
+        raise BadBlockError("the block of another key or namespace")
+    if stored.file_size != size:
+        raise BadBlockError(f"{size} bytes, should be {stored.file_size}")
+    return stored
+
+
+class Scratch:
+    """Memory for pieces on their way, of one thread."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_PIECE_BYTES))
+
+    def take(self, size: int) -> memoryview:
+        if len(self._memory) < size:
+            self._memory = memoryview(bytearray(size))
+        return self._memory[:size]
+
+
+def read_payload(
+    descriptor: int, stored: StoredHeader, part: PayloadSlice | None, scratch: Scratch
+) -> Iterator[tuple[int, memoryview]]:
+    """Verified pieces of a slice of the payload, or of all of it: (offset in the slice, bytes).
+
+    A piece is valid until the next is asked for. Reads never go straight into a caller's buffer:
+    one that hangs could not be taken back.
+
+    Raises:
+        BadBlockError: a part that the slice touches is damaged; what came before is right.
+        OSError: it can't be read.
+        ValueError: the slice reaches past the payload.
+    """
+    part = part or PayloadSlice(0, stored.block.payload_size)
+    first, last, span = parts_of(stored.block, part)
+    at = span.offset
+    for begin, _, size in _pieces(stored.block.part_sizes, first, last):
+        piece = scratch.take(size)
+        read_fully(descriptor, piece, stored.payload_offset + at)
+        verify_parts(stored, begin, piece)
+        left, right = max(part.offset, at), min(part.offset + part.length, at + size)
+        yield left - part.offset, piece[left - at : right - at]
+        at += size
+
+
+def write_block(descriptor: int, header: BlockHeader, payload: memoryview) -> None:
+    """Write a whole block into an empty file.
+
+    Raises:
+        OSError: it can't be written.
+        ValueError: the payload has another size than its parts, or a digest is not 16 bytes.
+    """
+    if len(payload) != header.payload_size:
+        raise ValueError(f"payload of {len(payload)} bytes, parts of {header.payload_size}")
+    sizes, offset = header.part_sizes, payload_offset(header)
+    checksums: list[int] = []
+    at = 0
+    for begin, end, size in _pieces(sizes, 0, len(sizes)):
+        piece = payload[at : at + size]
+        start = 0
+        for part in range(begin, end):
+            checksums.append(checksum(piece[start : start + sizes[part]]))
+            start += sizes[part]
+        write_fully(descriptor, piece, offset + at)
+        at += size
+    write_fully(descriptor, memoryview(encode_header(header, checksums)), 0)
+
+
+def _pieces(sizes: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of parts that are moved at once: first, one past the last, and their bytes."""
+    begin, size = first, 0
+    for part in range(first, last):
+        if size and size + sizes[part] > _PIECE_BYTES:
+            yield begin, part, size
+            begin, size = part, 0
+        size += sizes[part]
+    if begin < last:
+        yield begin, last, size
+
+
+def read_fully(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Fill ``memory`` from a file; a short read is gone on with, an end of file is a bad block."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if count == 0:
+            raise BadBlockError(f"file ends at {offset + done}, {len(memory) - done} bytes early")
+        done += count
+
+
+def write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Write all of ``memory``; a short write is gone on with."""
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(descriptor, memory[done:], offset + done)

@@ -1,0 +1,30 @@
+"""Small file systems of their own, for the tests that fill, lock and take them away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(root: Path, options: str) -> Iterator[None]:
+    """A tmpfs at ``root``; skips the test where nobody may mount one."""
+    root.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(root)]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("only root can mount a tmpfs, and not on every machine")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes taken in the file system of ``root``, at one instant."""
+    stat = os.statvfs(root)
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize

@@ -1,0 +1,36 @@
+"""Spec rows S8, S9, in small: what ``make chaos`` does to a store at length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import chaos
+
+ROUNDS = {chaos.killed_without_limit: 12, chaos.killed_at_the_limit: 12, chaos.flipped_bits: 33}
+
+
+@pytest.mark.parametrize("fault", chaos.FAULTS, ids=lambda fault: fault.__name__)
+def test_the_store_survives(fault: Callable[[chaos.Scene], None]) -> None:
+    outcome = chaos.run(fault, ROUNDS.get(fault, 4), seed=1)
+    if outcome.skipped:
+        pytest.skip(outcome.skipped)
+    assert (outcome.wrong, outcome.deaths, outcome.lost) == (0, 0, 0)
+    assert outcome.recovery_s < 10
+
+
+def test_the_campaign_notices_a_store_that_does_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its zeros would say nothing."""
+    monkeypatch.setattr("kvloom.store.block_file.verify_parts", lambda *args: None)
+    monkeypatch.setattr("kvloom.store.block_format.checksum", lambda data: 0)
+    assert chaos.run(chaos.flipped_bits, 22).wrong > 0
+
+
+def test_the_campaign_is_a_command() -> None:
+    command = [sys.executable, "-m", "tests.store.chaos", "--help"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, check=False)
+    assert done.returncode == 0
