@@ -64,9 +64,14 @@ def serve_metadata(
     settings = Settings(limits=limits, token=_token(token_file), world_size_v1=world_size)
     store: MetadataStore
     try:
-        from kvloom.hf3fs.metadata.embedded import Embedded
+        if redis is not None:
+            from kvloom.hf3fs.metadata.redis import RedisStore
 
-        store = Embedded(state.expanduser(), limits, durability.value)
+            store = RedisStore(redis, limits)
+        else:
+            from kvloom.hf3fs.metadata.embedded import Embedded
+
+            store = Embedded(state.expanduser(), limits, durability.value)
         server = make_server(Service(store, settings), host, port)
     except (MetadataError, UnsafeAddressError) as error:
         typer.secho(f"kvloom serve-metadata: {error}", err=True, fg="red")

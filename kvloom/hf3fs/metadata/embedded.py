@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from kvloom.hf3fs.metadata.base import (
-    MAX_WORLD_SIZE,
     Allocation,
     AuditReport,
     ConflictError,
@@ -32,6 +31,7 @@ from kvloom.hf3fs.metadata.base import (
     StorageError,
     UnknownNamespaceError,
     Written,
+    check_geometry,
     check_namespace,
 )
 from kvloom.hf3fs.metadata.journal import Durability, Journal
@@ -182,11 +182,8 @@ class Embedded(MetadataStore):
 
     async def initialize(self, namespace: str, rank: int, num_pages: int, world_size: int) -> None:
         check_namespace(namespace)
+        check_geometry(rank, num_pages, world_size)
         self._check_writable()
-        if not 0 <= rank < world_size:
-            raise MetadataError(f"rank {rank} is not in a world of {world_size}: 0 <= rank < size")
-        if world_size > MAX_WORLD_SIZE:
-            raise MetadataError(f"world size {world_size}: at most {MAX_WORLD_SIZE}")
         known = self._namespaces.get(namespace)
         if known is None:
             if len(self._namespaces) >= self._limits.max_namespaces:
@@ -208,8 +205,6 @@ class Embedded(MetadataStore):
         await self._durable()
 
     def _check_pages(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise MetadataError(f"num_pages = {num_pages}: at least 1")
         files = [file for each in self._namespaces.values() for file in each.files]
         total = sum(file.num_pages for file in files if file is not None)
         if total + num_pages > self._limits.max_pages:
