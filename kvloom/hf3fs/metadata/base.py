@@ -185,7 +185,12 @@ class MetadataStore(ABC):
     Raises:
         UnknownNamespaceError: by every method that names a namespace or rank, if there is none.
         StorageError: by every method that changes pages, if that can't be made durable.
+
+    Attributes:
+        lookups_at_once: ``exists``, ``locations`` and ``touch`` end without ever waiting.
     """
+
+    lookups_at_once = False
 
     @abstractmethod
     async def initialize(self, namespace: str, rank: int, num_pages: int, world_size: int) -> None:

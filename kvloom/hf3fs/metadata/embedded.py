@@ -72,6 +72,8 @@ class Embedded(MetadataStore):
         StorageError: the file can't be opened or is in use.
     """
 
+    lookups_at_once = True
+
     def __init__(
         self,
         path: Path,

@@ -1,0 +1,96 @@
+"""Look-ups answered where they are parsed.
+
+A scheduler waits for look-ups, and the embedded backend knows their answers from memory. What an
+ASGI server does for every request (a scope, a task, events) then takes four times as long as all
+else. This protocol is uvicorn's own, with a way past that for the look-ups of ``ENDPOINTS``; it
+hands everything else, and every doubtful request, to uvicorn and the app, which give the same
+answers (a test compares them).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvloom.hf3fs.metadata.app import RequestError, Service
+from kvloom.hf3fs.metadata.endpoints import ENDPOINTS, Endpoint
+
+_PATTERNS = [
+    (re.compile(e.path.replace("{namespace}", "(?P<namespace>[A-Za-z0-9._-]+)")), e)
+    for e in ENDPOINTS
+    if e.lookup
+]
+
+
+@lru_cache(4096)
+def _find(url: bytes) -> tuple[Endpoint, dict[str, str]] | None:
+    text = url.decode("latin-1")
+    for pattern, endpoint in _PATTERNS:
+        if (match := pattern.fullmatch(text)) is not None:
+            return endpoint, match.groupdict()
+    return None
+
+
+def protocol_of(service: Service) -> type[HttpToolsProtocol]:
+    """uvicorn's ``http`` class for a service whose backend answers look-ups without waiting."""
+
+    class LookupProtocol(HttpToolsProtocol):
+        _found: tuple[Endpoint, dict[str, str]] | None = None
+
+        def on_headers_complete(self) -> None:
+            self._found = self._find_lookup()
+            if self._found is None:
+                super().on_headers_complete()
+            else:
+                self._parts: list[bytes] = []
+
+        def _find_lookup(self) -> tuple[Endpoint, dict[str, str]] | None:
+            found = _find(self.url)
+            if found is None or self.parser.get_method() != b"POST":
+                return None
+            # One at a time and in order: behind a request that is under way uvicorn queues.
+            if self.cycle is not None and not self.cycle.response_complete:
+                return None
+            if self.flow.write_paused or self.expect_100_continue:
+                return None
+            if self.parser.should_upgrade() or self.parser.get_http_version() != "1.1":
+                return None
+            try:
+                service.check_headers(found[0].path, "POST", self.headers)
+            except RequestError:
+                return None
+            # A chunked body tells no length beforehand; the app counts it.
+            return found if any(name == b"content-length" for name, _ in self.headers) else None
+
+        def on_body(self, body: bytes) -> None:
+            if self._found is None:
+                super().on_body(body)
+            else:
+                self._parts.append(body)
+
+        def on_message_complete(self) -> None:
+            if self._found is None:
+                super().on_message_complete()
+                return
+            endpoint, params = self._found
+            client = self.client[0] if self.client else ""
+            work = service.answer(endpoint, params, client, b"".join(self._parts))
+            try:
+                work.send(None)
+            except StopIteration as finished:
+                status, content = finished.value
+            else:
+                work.close()
+                raise RuntimeError(f"{endpoint.name} had to wait")
+            closing = b"" if self.parser.should_keep_alive() else b"connection: close\r\n"
+            self.transport.write(
+                b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
+                % (status, len(content), closing, content)
+            )
+            if closing:
+                self.transport.close()
+            self.on_response_complete()
+
+    return LookupProtocol
