@@ -2,7 +2,8 @@
 
 Both run as processes of their own and get the same requests, those of vLLM's client, over the same
 connections: one thread keeps one request of each client under way. Rounds alternate between the
-services, so that what else the machine does hits both.
+services, so that what else the machine does hits both. ``_cpu_us`` is the time a service had of the
+cores for each request, the figure to read where others share the machine.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ uvicorn.run(
 """
 
 Latencies = list[float]  # seconds
+Run = tuple[float, float, Latencies]  # keys a second, the service's CPU seconds a request
 
 
 def run(rounds: int, progress: Progress) -> Report:
@@ -54,23 +56,23 @@ def run(rounds: int, progress: Progress) -> Report:
             never evicts.
     """
     report = Report(f"Metadata service, {_BATCH} keys a request, {_PAGES:,} pages")
-    measured: dict[tuple[str, str, int], list[tuple[float, Latencies]]] = {}
+    measured: dict[tuple[str, str, int], list[Run]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvloom-bench-") as folder,
         contextlib.ExitStack() as up,
     ):
         progress("starting the services")
-        ports = {
+        services = {
             name: up.enter_context(_service(command, Path(folder) / f"{name}.log"))
             for name, command in _commands(Path(folder)).items()
         }
-        for port in ports.values():
+        for port, _ in services.values():
             _post(port, "/rank/0/initialize", {"num_pages": _PAGES, "role": "worker"})
         for round_ in range(rounds):
-            for name, port in ports.items():
+            for name, service in services.items():
                 progress(f"round {round_ + 1} of {rounds}: {name}")
                 for clients in _CLIENTS:
-                    for operation, figures in _round(port, round_, clients).items():
+                    for operation, figures in _round(*service, round_, clients).items():
                         measured.setdefault((operation, name, clients), []).append(figures)
     for operation in ("exists", "locations", "write"):
         for clients in _CLIENTS:
@@ -82,9 +84,10 @@ def _add(
     report: Report,
     operation: str,
     clients: int,
-    measured: dict[tuple[str, str, int], list[tuple[float, Latencies]]],
+    measured: dict[tuple[str, str, int], list[Run]],
 ) -> None:
     rates: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for name in ("vllm", "kvloom", "kvloom_disk"):
         if (operation, name, clients) not in measured or (
             name == "kvloom_disk" and operation != "write"
@@ -92,15 +95,19 @@ def _add(
             continue
         runs = measured[operation, name, clients]
         prefix = f"metadata.{operation}.{clients}.{name}"
-        rates[name] = statistics.median(rate for rate, _ in runs)
+        rates[name] = statistics.median(rate for rate, _, _ in runs)
+        costs[name] = statistics.median(cost for _, cost, _ in runs)
         report.add(f"{prefix}_keys_per_s", rates[name], "keys/s")
-        p50 = statistics.median(_percentile(times, 0.50) for _, times in runs)
-        p99 = statistics.median(_percentile(times, 0.99) for _, times in runs)
+        report.add(f"{prefix}_cpu_us", costs[name] * 1e6, "us")
+        p50 = statistics.median(_percentile(times, 0.50) for _, _, times in runs)
+        p99 = statistics.median(_percentile(times, 0.99) for _, _, times in runs)
         report.add(f"{prefix}_p50_ms", p50 * 1e3, "ms")
         lookup = name == "kvloom" and operation != "write" and clients == max(_CLIENTS)
         report.at_most(f"{prefix}_p99_ms", p99 * 1e3, "ms", MOST_P99_MS if lookup else None)
     ratio = rates["kvloom"] / rates["vllm"]
     report.at_least(f"metadata.{operation}.{clients}.ratio", ratio, "x", LEAST_RATIO)
+    saved = costs["vllm"] / costs["kvloom"]
+    report.add(f"metadata.{operation}.{clients}.cpu_ratio", saved, "x")
 
 
 def _commands(folder: Path) -> dict[str, Callable[[int], list[str]]]:
@@ -119,7 +126,8 @@ def _commands(folder: Path) -> dict[str, Callable[[int], list[str]]]:
 
 
 @contextlib.contextmanager
-def _service(command: Callable[[int], list[str]], log: Path) -> Iterator[int]:
+def _service(command: Callable[[int], list[str]], log: Path) -> Iterator[tuple[int, int]]:
+    """Its port and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -133,28 +141,39 @@ def _service(command: Callable[[int], list[str]], log: Path) -> Iterator[int]:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{' '.join(command(port))} did not start: {log.read_text()}")
             time.sleep(0.1)
-        yield port
+        yield port, process.pid
     finally:
         process.kill()
         process.wait()
 
 
-def _round(port: int, round_: int, clients: int) -> dict[str, tuple[float, Latencies]]:
-    """(keys a second, latency of each request) of every operation."""
+def _round(port: int, pid: int, round_: int, clients: int) -> dict[str, Run]:
     batches = [
         [f"{round_:x}{clients:x}{batch:06x}{i:056x}" for i in range(_BATCH)]
         for batch in range(_WRITES[clients])
     ]
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(_Peer(port)) for _ in range(clients)]
-        write = _write(peers, batches)
+        write = _costed(pid, lambda: _write(peers, batches))
         exists = [_request("/keys/batch_exists", {"keys": keys}) for keys in batches]
         where = [_request("/keys/get_locations", {"rank": 0, "keys": keys}) for keys in batches]
         return {
             "write": write,
-            "exists": _look_up(peers, exists, b"false"),
-            "locations": _look_up(peers, where, b"null"),
+            "exists": _costed(pid, lambda: _look_up(peers, exists, b"false")),
+            "locations": _costed(pid, lambda: _look_up(peers, where, b"null")),
         }
+
+
+def _costed(pid: int, work: Callable[[], tuple[float, Latencies]]) -> Run:
+    before = _cpu_seconds(pid)
+    rate, times = work()
+    return rate, (_cpu_seconds(pid) - before) / len(times), times
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What all threads of a process had of the cores."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 class _Peer:

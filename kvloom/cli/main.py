@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
 app.command()(serve_metadata.serve_metadata)
+app.command()(serve_metadata.audit_metadata)
 
 
 def _print_version(wanted: bool) -> None:

@@ -54,12 +54,9 @@ class _Generations:
     def __init__(self) -> None:
         self.next = time.time_ns() // 1000
 
-    def __iter__(self) -> _Generations:
-        return self
-
-    def __next__(self) -> int:
-        self.next += 1
-        return self.next - 1
+    def __call__(self, count: int) -> list[int]:
+        first, self.next = self.next, self.next + count
+        return list(range(first, self.next))
 
 
 class Embedded(MetadataStore):
@@ -143,6 +140,7 @@ class Embedded(MetadataStore):
                 namespace = self._namespaces.pop(name, None)
                 if namespace is not None:
                     self._closed_until[name] = namespace.last_lease()
+                    namespace.dissolve()
             case _:
                 # Where the state was written anew, operations from before that may come first, and
                 # a "file" comes again.

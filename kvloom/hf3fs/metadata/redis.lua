@@ -183,7 +183,8 @@ local function evict(name, rank, count, pages)
       end
     end
   end
-  if goal > 0 and earliest < math.huge then set_fact(name, 'no_victim', earliest) end
+  -- Else a store full of leased keys would be searched through by every allocation.
+  if goal > 0 then set_fact(name, 'no_victim', math.min(earliest, now + 100000)) end
 end
 
 local operations = {}
