@@ -56,6 +56,7 @@ def serve_metadata(
     ] = 4_000_000,
 ) -> None:
     """Keep which page of which file holds a key, for engines with HF3FSKVConnector."""
+    import gc
     import logging
 
     from kvloom.hf3fs.metadata.app import Service, Settings
@@ -79,6 +80,7 @@ def serve_metadata(
     except (MetadataError, UnsafeAddressError) as error:
         typer.secho(f"kvloom serve-metadata: {error}", err=True, fg="red")
         raise typer.Exit(1) from None
+    gc.freeze()  # what the journal brought lives for long: nothing to collect in it
     typer.echo(f"metadata service on http://{host}:{port}", err=True)
     server.run()
 
