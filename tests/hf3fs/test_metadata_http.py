@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.hf3fs.metadata import lookups
+from kvloom.hf3fs.metadata import shortcut
 from kvloom.hf3fs.metadata.app import Service, Settings
 from kvloom.hf3fs.metadata.base import Limits
 from kvloom.hf3fs.metadata.embedded import Embedded
@@ -308,7 +308,7 @@ def test_the_short_way_answers_as_the_app_does(service: ServiceProcess) -> None:
         f"{NS}/locations",
         f"{NS}/touch",
     ):
-        assert lookups._find(path.encode()) is not None
+        assert shortcut._find(path.encode()) is not None
         for body in bodies:
             content = json.dumps(body).encode()
             short = httpx.post(service.url + path, content=content, headers=headers)

@@ -188,9 +188,14 @@ class MetadataStore(ABC):
 
     Attributes:
         lookups_at_once: ``exists``, ``locations`` and ``touch`` end without ever waiting.
+        changes_at_once: ``allocate``, ``confirm`` and ``release`` would end so if called now.
     """
 
-    lookups_at_once = False
+    lookups_at_once: bool = False
+
+    @property
+    def changes_at_once(self) -> bool:
+        return False
 
     @abstractmethod
     async def initialize(self, namespace: str, rank: int, num_pages: int, world_size: int) -> None:

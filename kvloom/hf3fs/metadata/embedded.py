@@ -1,7 +1,8 @@
 """The embedded backend: everything in memory, every change in a journal before its answer.
 
 The path of a change: ``Namespace`` decides and applies it, its operations join the group that
-waits, one thread writes group after group, and a group's requests are answered when it is written.
+waits, the group is written, and its requests are answered. Where writing means waiting for a disk,
+a thread does it, and what comes meanwhile is the next group.
 Lookups read memory and wait for nobody. The journal is kept short by writing the state anew, a few
 pages with every group (``_renew``): no pause, however large the state is.
 """
@@ -9,12 +10,13 @@ pages with every group (``_renew``): no pause, however large the state is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -46,6 +48,9 @@ _CHUNK_PAGES = 512  # of the state that is written anew at a time
 _SLACK_PAGES = 20_000  # the journal may always have these beyond twice the pages in use
 _RETRY_S = 0.5
 _SAVE_USE_S = 10.0
+_CHECKPOINT_BYTES = 4 * 1024 * 1024
+
+_Entry = tuple[int, int, int, bytes, int]  # the arguments of ``Journal.append``
 
 
 class _Generations:
@@ -89,6 +94,8 @@ class Embedded(MetadataStore):
         self._queue: list[tuple[str, Operation]] = []
         self._written: asyncio.Future[None] | None = None  # of the group that waits
         self._writing: asyncio.Task[None] | None = None
+        self._checkpoint: Future[None] | None = None
+        self._at_once = durability == "process"
         self._failure: str | None = None
         self._number = 0
         self._journal_pages = 0
@@ -285,6 +292,9 @@ class Embedded(MetadataStore):
             logger.warning("kvloom: the last use of keys is not saved: %s", error)
         if self._writing is not None:
             self._writing.cancel()
+        if self._checkpoint is not None:
+            with contextlib.suppress(sqlite3.Error):
+                await asyncio.wrap_future(self._checkpoint)
         self._thread.shutdown(wait=True)
         self._journal.close()
 
@@ -297,12 +307,21 @@ class Embedded(MetadataStore):
     def _record(self, name: str, operations: Sequence[Operation]) -> None:
         self._queue += [(name, operation) for operation in operations]
 
+    @property
+    def changes_at_once(self) -> bool:
+        # Handing a group to the thread and back costs more than writing it, unless to wait for a
+        # disk. While the thread is at work, groups queue behind it.
+        return self._at_once and self._writing is None and self._checkpoint is None
+
     async def _durable(self) -> None:
         """Wait until everything recorded is in the journal.
 
         Not only what this request recorded: an answer may rest on what another one decided and
         that is not written yet.
         """
+        if self.changes_at_once:
+            self._write_now()
+            return
         loop = asyncio.get_running_loop()
         if self._writing is None:
             if not self._queue:
@@ -312,49 +331,77 @@ class Embedded(MetadataStore):
             self._written = loop.create_future()
         await asyncio.shield(self._written)
 
+    def _write_now(self) -> None:
+        if not self._queue:
+            return
+        group, self._queue = self._queue, []
+        entry = self._entry(group)
+        try:
+            self._journal.append(*entry)
+        except sqlite3.Error as error:
+            self._failed(error)
+            self._queue = group + self._queue
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+            raise StorageError(f"changes can't be stored now: {error}") from None
+        self._stored(entry)
+        if self._journal.log_bytes > _CHECKPOINT_BYTES:
+            self._checkpoint = self._thread.submit(self._journal.checkpoint)
+            loop = asyncio.get_running_loop()
+            self._checkpoint.add_done_callback(
+                lambda done: loop.call_soon_threadsafe(self._checkpointed, done)
+            )
+
+    def _checkpointed(self, done: Future[None]) -> None:
+        self._checkpoint = None
+        if (error := done.exception()) is not None:
+            logger.warning("kvloom: the journal's log was not folded in: %s", error)
+        if self._queue and self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
     async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while self._queue or self._written is not None:
                 group, written = self._queue, self._written
                 self._queue, self._written = [], None
-                drop_before = self._renew(group)
-                while not await self._append(group, drop_before):
-                    self._fail(written)
-                    self._fail(self._written)
+                entry = self._entry(group)
+                while group:
+                    try:
+                        await loop.run_in_executor(self._thread, self._journal.append, *entry)
+                        break
+                    except sqlite3.Error as error:
+                        self._failed(error)
+                    for waiting in (written, self._written):
+                        if waiting is not None and not waiting.done():
+                            waiting.set_exception(StorageError(f"not stored: {self._failure}"))
                     self._written = None
                     await asyncio.sleep(_RETRY_S)
+                if group:
+                    self._stored(entry)
                 if written is not None and not written.done():
                     written.set_result(None)
         finally:
             self._writing = None
 
-    def _fail(self, waiting: asyncio.Future[None] | None) -> None:
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(StorageError(f"changes can't be stored now: {self._failure}"))
-
-    async def _append(self, group: list[tuple[str, Operation]], drop_before: int) -> bool:
-        if not group:
-            return True
-        number = self._number + 1
+    def _entry(self, group: list[tuple[str, Operation]]) -> _Entry:
+        drop_before = self._renew(group)
         pages = sum(_pages_of(operation) for _, operation in group)
-        entry = number, pages, self._generations.next, _encode(group), drop_before
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._thread, self._journal.append, *entry)
-        except sqlite3.Error as error:
-            if self._failure is None:
-                logger.error("kvloom: changes can't be stored, trying again: %s", error)
-            self._failure = str(error)
-            return False
+        return self._number + 1, pages, self._generations.next, _encode(group), drop_before
+
+    def _stored(self, entry: _Entry) -> None:
         if self._failure is not None:
             logger.warning("kvloom: changes are stored again")
             self._failure = None
-        self._number = number
-        self._entries[number] = pages
+        self._number, pages, _, _, drop_before = entry
+        self._entries[self._number] = pages
         self._journal_pages += pages
         for old in list(itertools.takewhile(lambda each: each < drop_before, self._entries)):
             self._journal_pages -= self._entries.pop(old)
-        return True
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        if self._failure is None:
+            logger.error("kvloom: changes can't be stored, trying again: %s", error)
+        self._failure = str(error)
 
     def _renew(self, group: list[tuple[str, Operation]]) -> int:
         """Add a part of the whole state to the group; the number below which entries can go then.

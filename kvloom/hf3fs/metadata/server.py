@@ -8,7 +8,7 @@ import socket
 import uvicorn
 
 from kvloom.hf3fs.metadata.app import Service
-from kvloom.hf3fs.metadata.lookups import protocol_of
+from kvloom.hf3fs.metadata.shortcut import protocol_of
 
 _GRACEFUL_S = 5
 _KEEP_ALIVE_S = 75
@@ -43,7 +43,7 @@ def make_server(service: Service, host: str, port: int) -> uvicorn.Server:
         host=host,
         port=port,
         loop="uvloop",
-        http=protocol_of(service) if service.store.lookups_at_once else "httptools",
+        http=protocol_of(service),
         lifespan="on",
         log_level="warning",
         access_log=False,

@@ -1,16 +1,17 @@
-"""Look-ups answered where they are parsed.
+"""Requests that are answered where they are parsed.
 
-A scheduler waits for look-ups, and the embedded backend knows their answers from memory. What an
-ASGI server does for every request (a scope, a task, events) then takes four times as long as all
-else. This protocol is uvicorn's own, with a way past that for the look-ups of ``ENDPOINTS``; it
-hands everything else, and every doubtful request, to uvicorn and the app, which give the same
-answers (a test compares them).
+A scheduler waits for look-ups, and the embedded backend answers them from memory; most changes it
+answers without waiting too. What an ASGI server does for every request (a scope, a task, events)
+then takes longer than all else. This protocol is uvicorn's own, with a way past that for the
+requests that engines make all the time; it hands everything else, and every doubtful request, to
+uvicorn and the app, which give the same answers (a test compares them).
 """
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,7 +21,7 @@ from kvloom.hf3fs.metadata.endpoints import ENDPOINTS, Endpoint
 _PATTERNS = [
     (re.compile(e.path.replace("{namespace}", "(?P<namespace>[A-Za-z0-9._-]+)")), e)
     for e in ENDPOINTS
-    if e.lookup
+    if e.kind
 ]
 
 
@@ -33,20 +34,25 @@ def _find(url: bytes) -> tuple[Endpoint, dict[str, str]] | None:
     return None
 
 
-def protocol_of(service: Service) -> type[HttpToolsProtocol]:
-    """uvicorn's ``http`` class for a service whose backend answers look-ups without waiting."""
+@lru_cache(64)
+def _head(status: int) -> bytes:
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
 
-    class LookupProtocol(HttpToolsProtocol):
+
+def protocol_of(service: Service) -> type[HttpToolsProtocol]:
+    """uvicorn's ``http`` class for a service."""
+
+    class ShortcutProtocol(HttpToolsProtocol):
         _found: tuple[Endpoint, dict[str, str]] | None = None
 
         def on_headers_complete(self) -> None:
-            self._found = self._find_lookup()
+            self._found = self._find_short()
             if self._found is None:
                 super().on_headers_complete()
             else:
                 self._parts: list[bytes] = []
 
-        def _find_lookup(self) -> tuple[Endpoint, dict[str, str]] | None:
+        def _find_short(self) -> tuple[Endpoint, dict[str, str]] | None:
             found = _find(self.url)
             if found is None or self.parser.get_method() != b"POST":
                 return None
@@ -62,7 +68,13 @@ def protocol_of(service: Service) -> type[HttpToolsProtocol]:
             except RequestError:
                 return None
             # A chunked body tells no length beforehand; the app counts it.
-            return found if any(name == b"content-length" for name, _ in self.headers) else None
+            if not any(name == b"content-length" for name, _ in self.headers):
+                return None
+            return found if self._at_once(found[0]) else None
+
+        def _at_once(self, endpoint: Endpoint) -> bool:
+            store = service.store
+            return store.lookups_at_once if endpoint.kind == "lookup" else store.changes_at_once
 
         def on_body(self, body: bytes) -> None:
             if self._found is None:
@@ -76,21 +88,31 @@ def protocol_of(service: Service) -> type[HttpToolsProtocol]:
                 return
             endpoint, params = self._found
             client = self.client[0] if self.client else ""
-            work = service.answer(endpoint, params, client, b"".join(self._parts))
-            try:
-                work.send(None)
-            except StopIteration as finished:
-                status, content = finished.value
-            else:
+            if self._at_once(endpoint):
+                work = service.answer(endpoint, params, client, b"".join(self._parts))
+                try:
+                    work.send(None)
+                except StopIteration as finished:
+                    self._answer(*finished.value)
+                    return
                 work.close()
                 raise RuntimeError(f"{endpoint.name} had to wait")
-            closing = b"" if self.parser.should_keep_alive() else b"connection: close\r\n"
-            self.transport.write(
-                b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
-                % (status, len(content), closing, content)
-            )
-            if closing:
+            # The journal became busy while the body came: the long way, from the start.
+            super().on_headers_complete()
+            for part in self._parts:
+                super().on_body(part)
+            super().on_message_complete()
+
+        def _answer(self, status: int, content: bytes) -> None:
+            head = [_head(status), b"content-type: application/json\r\n"]
+            if status != HTTPStatus.NO_CONTENT:
+                head.append(b"content-length: %d\r\n" % len(content))
+            close = not self.parser.should_keep_alive()
+            if close:
+                head.append(b"connection: close\r\n")
+            self.transport.write(b"".join((*head, b"\r\n", content)))
+            if close:
                 self.transport.close()
             self.on_response_complete()
 
-    return LookupProtocol
+    return ShortcutProtocol
