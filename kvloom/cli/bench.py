@@ -86,6 +86,17 @@ def eviction(
     _run(lambda show: bench.run(requests, blocks, once, show), json)
 
 
+@app.command()
+def metadata(
+    rounds: Annotated[int, typer.Option(min=1, max=3, help="Figures are medians.")] = 3,
+    json: JsonOption = None,
+) -> None:
+    """The metadata service against vLLM's built-in one."""
+    from kvloom.bench import metadata as bench
+
+    _run(lambda show: bench.run(rounds, show), json)
+
+
 def _model(given: Path | None) -> Path:
     from kvloom.demo.model import DEFAULT_TARGET
 

@@ -24,6 +24,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
 app.command()(serve_metadata.serve_metadata)
 store.register(app)
+app.command()(serve_metadata.audit_metadata)
 
 
 def _print_version(wanted: bool) -> None:

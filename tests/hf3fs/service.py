@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-START_S = 30.0
+START_S = 60.0
 
 
 def free_port() -> int:

@@ -23,8 +23,9 @@ from tests.hf3fs.service import ServiceProcess, running
 
 KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "4"))
 CLIENTS = 16
-BATCH = 32
-PAGES = 500_000
+BATCH = 16
+PAGES = 1_000_000  # nothing is evicted
+PAUSE_S = 0.01
 LEASE_S = 4.0
 
 
@@ -47,6 +48,7 @@ class Writer(threading.Thread):
         batch = 0
         while not self._stop_.is_set():
             batch += 1
+            time.sleep(PAUSE_S)
             keys = [f"{self._number}-{batch}-{i}" for i in range(BATCH)]
             grants = self._client.allocate(0, keys)
             while isinstance(grants, NoAnswer) and not self._stop_.is_set():

@@ -166,13 +166,36 @@ def check_namespace(name: str) -> str:
     return name
 
 
+def check_geometry(rank: int, num_pages: int, world_size: int) -> None:
+    """
+    Raises:
+        MetadataError: the numbers make no sense.
+    """
+    if not 0 <= rank < world_size:
+        raise MetadataError(f"rank {rank} is not in a world of {world_size}: 0 <= rank < size")
+    if world_size > MAX_WORLD_SIZE:
+        raise MetadataError(f"world size {world_size}: at most {MAX_WORLD_SIZE}")
+    if num_pages < 1:
+        raise MetadataError(f"num_pages = {num_pages}: at least 1")
+
+
 class MetadataStore(ABC):
     """A backend. Methods are batched; entry i of an answer is of the i-th key.
 
     Raises:
         UnknownNamespaceError: by every method that names a namespace or rank, if there is none.
         StorageError: by every method that changes pages, if that can't be made durable.
+
+    Attributes:
+        lookups_at_once: ``exists``, ``locations`` and ``touch`` end without ever waiting.
+        changes_at_once: ``allocate``, ``confirm`` and ``release`` would end so if called now.
     """
+
+    lookups_at_once: bool = False
+
+    @property
+    def changes_at_once(self) -> bool:
+        return False
 
     @abstractmethod
     async def initialize(self, namespace: str, rank: int, num_pages: int, world_size: int) -> None:

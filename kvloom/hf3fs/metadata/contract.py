@@ -28,7 +28,7 @@ from kvloom.hf3fs.metadata.base import (
 )
 
 NS = "contract"
-LIMITS = Limits(write_lease_s=0.5, read_lease_s=0.3, max_pages=10_000, max_namespaces=4)
+LIMITS = Limits(write_lease_s=1.0, read_lease_s=0.5, max_pages=10_000, max_namespaces=4)
 LONG = Limits(write_lease_s=60.0, read_lease_s=60.0, max_pages=10_000, max_namespaces=4)
 
 
@@ -230,8 +230,8 @@ class MetadataContract:
     @pytest.mark.anyio
     async def test_asking_again_renews_the_lease(self, one: MetadataStore) -> None:
         (grant,) = await one.allocate(NS, 0, "w", ["k"])
-        for _ in range(4):
-            await asyncio.sleep(LIMITS.write_lease_s / 2)
+        for _ in range(6):
+            await asyncio.sleep(LIMITS.write_lease_s / 4)
             await one.sweep()
             assert await one.allocate(NS, 0, "w", ["k"]) == [grant]
         item = Written("k", grant.page, grant.generation)

@@ -1,7 +1,8 @@
 """The embedded backend: everything in memory, every change in a journal before its answer.
 
 The path of a change: ``Namespace`` decides and applies it, its operations join the group that
-waits, one thread writes group after group, and a group's requests are answered when it is written.
+waits, the group is written, and its requests are answered. Where writing means waiting for a disk,
+a thread does it, and what comes meanwhile is the next group.
 Lookups read memory and wait for nobody. The journal is kept short by writing the state anew, a few
 pages with every group (``_renew``): no pause, however large the state is.
 """
@@ -9,18 +10,18 @@ pages with every group (``_renew``): no pause, however large the state is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from kvloom.hf3fs.metadata.base import (
-    MAX_WORLD_SIZE,
     Allocation,
     AuditReport,
     ConflictError,
@@ -32,6 +33,7 @@ from kvloom.hf3fs.metadata.base import (
     StorageError,
     UnknownNamespaceError,
     Written,
+    check_geometry,
     check_namespace,
 )
 from kvloom.hf3fs.metadata.journal import Durability, Journal
@@ -46,6 +48,9 @@ _CHUNK_PAGES = 512  # of the state that is written anew at a time
 _SLACK_PAGES = 20_000  # the journal may always have these beyond twice the pages in use
 _RETRY_S = 0.5
 _SAVE_USE_S = 10.0
+_CHECKPOINT_BYTES = 4 * 1024 * 1024
+
+_Entry = tuple[int, int, int, bytes, int]  # the arguments of ``Journal.append``
 
 
 class _Generations:
@@ -54,12 +59,9 @@ class _Generations:
     def __init__(self) -> None:
         self.next = time.time_ns() // 1000
 
-    def __iter__(self) -> _Generations:
-        return self
-
-    def __next__(self) -> int:
-        self.next += 1
-        return self.next - 1
+    def __call__(self, count: int) -> list[int]:
+        first, self.next = self.next, self.next + count
+        return list(range(first, self.next))
 
 
 class Embedded(MetadataStore):
@@ -71,6 +73,8 @@ class Embedded(MetadataStore):
     Raises:
         StorageError: the file can't be opened or is in use.
     """
+
+    lookups_at_once = True
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class Embedded(MetadataStore):
         self._queue: list[tuple[str, Operation]] = []
         self._written: asyncio.Future[None] | None = None  # of the group that waits
         self._writing: asyncio.Task[None] | None = None
+        self._checkpoint: Future[None] | None = None
+        self._at_once = durability == "process"
         self._failure: str | None = None
         self._number = 0
         self._journal_pages = 0
@@ -141,6 +147,7 @@ class Embedded(MetadataStore):
                 namespace = self._namespaces.pop(name, None)
                 if namespace is not None:
                     self._closed_until[name] = namespace.last_lease()
+                    namespace.dissolve()
             case _:
                 # Where the state was written anew, operations from before that may come first, and
                 # a "file" comes again.
@@ -182,11 +189,8 @@ class Embedded(MetadataStore):
 
     async def initialize(self, namespace: str, rank: int, num_pages: int, world_size: int) -> None:
         check_namespace(namespace)
+        check_geometry(rank, num_pages, world_size)
         self._check_writable()
-        if not 0 <= rank < world_size:
-            raise MetadataError(f"rank {rank} is not in a world of {world_size}: 0 <= rank < size")
-        if world_size > MAX_WORLD_SIZE:
-            raise MetadataError(f"world size {world_size}: at most {MAX_WORLD_SIZE}")
         known = self._namespaces.get(namespace)
         if known is None:
             if len(self._namespaces) >= self._limits.max_namespaces:
@@ -208,8 +212,6 @@ class Embedded(MetadataStore):
         await self._durable()
 
     def _check_pages(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise MetadataError(f"num_pages = {num_pages}: at least 1")
         files = [file for each in self._namespaces.values() for file in each.files]
         total = sum(file.num_pages for file in files if file is not None)
         if total + num_pages > self._limits.max_pages:
@@ -290,6 +292,9 @@ class Embedded(MetadataStore):
             logger.warning("kvloom: the last use of keys is not saved: %s", error)
         if self._writing is not None:
             self._writing.cancel()
+        if self._checkpoint is not None:
+            with contextlib.suppress(sqlite3.Error):
+                await asyncio.wrap_future(self._checkpoint)
         self._thread.shutdown(wait=True)
         self._journal.close()
 
@@ -302,12 +307,21 @@ class Embedded(MetadataStore):
     def _record(self, name: str, operations: Sequence[Operation]) -> None:
         self._queue += [(name, operation) for operation in operations]
 
+    @property
+    def changes_at_once(self) -> bool:
+        # Handing a group to the thread and back costs more than writing it, unless to wait for a
+        # disk. While the thread is at work, groups queue behind it.
+        return self._at_once and self._writing is None and self._checkpoint is None
+
     async def _durable(self) -> None:
         """Wait until everything recorded is in the journal.
 
         Not only what this request recorded: an answer may rest on what another one decided and
         that is not written yet.
         """
+        if self.changes_at_once:
+            self._write_now()
+            return
         loop = asyncio.get_running_loop()
         if self._writing is None:
             if not self._queue:
@@ -317,49 +331,77 @@ class Embedded(MetadataStore):
             self._written = loop.create_future()
         await asyncio.shield(self._written)
 
+    def _write_now(self) -> None:
+        if not self._queue:
+            return
+        group, self._queue = self._queue, []
+        entry = self._entry(group)
+        try:
+            self._journal.append(*entry)
+        except sqlite3.Error as error:
+            self._failed(error)
+            self._queue = group + self._queue
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+            raise StorageError(f"changes can't be stored now: {error}") from None
+        self._stored(entry)
+        if self._journal.log_bytes > _CHECKPOINT_BYTES:
+            self._checkpoint = self._thread.submit(self._journal.checkpoint)
+            loop = asyncio.get_running_loop()
+            self._checkpoint.add_done_callback(
+                lambda done: loop.call_soon_threadsafe(self._checkpointed, done)
+            )
+
+    def _checkpointed(self, done: Future[None]) -> None:
+        self._checkpoint = None
+        if (error := done.exception()) is not None:
+            logger.warning("kvloom: the journal's log was not folded in: %s", error)
+        if self._queue and self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
     async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while self._queue or self._written is not None:
                 group, written = self._queue, self._written
                 self._queue, self._written = [], None
-                drop_before = self._renew(group)
-                while not await self._append(group, drop_before):
-                    self._fail(written)
-                    self._fail(self._written)
+                entry = self._entry(group)
+                while group:
+                    try:
+                        await loop.run_in_executor(self._thread, self._journal.append, *entry)
+                        break
+                    except sqlite3.Error as error:
+                        self._failed(error)
+                    for waiting in (written, self._written):
+                        if waiting is not None and not waiting.done():
+                            waiting.set_exception(StorageError(f"not stored: {self._failure}"))
                     self._written = None
                     await asyncio.sleep(_RETRY_S)
+                if group:
+                    self._stored(entry)
                 if written is not None and not written.done():
                     written.set_result(None)
         finally:
             self._writing = None
 
-    def _fail(self, waiting: asyncio.Future[None] | None) -> None:
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(StorageError(f"changes can't be stored now: {self._failure}"))
-
-    async def _append(self, group: list[tuple[str, Operation]], drop_before: int) -> bool:
-        if not group:
-            return True
-        number = self._number + 1
+    def _entry(self, group: list[tuple[str, Operation]]) -> _Entry:
+        drop_before = self._renew(group)
         pages = sum(_pages_of(operation) for _, operation in group)
-        entry = number, pages, self._generations.next, _encode(group), drop_before
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._thread, self._journal.append, *entry)
-        except sqlite3.Error as error:
-            if self._failure is None:
-                logger.error("kvloom: changes can't be stored, trying again: %s", error)
-            self._failure = str(error)
-            return False
+        return self._number + 1, pages, self._generations.next, _encode(group), drop_before
+
+    def _stored(self, entry: _Entry) -> None:
         if self._failure is not None:
             logger.warning("kvloom: changes are stored again")
             self._failure = None
-        self._number = number
-        self._entries[number] = pages
+        self._number, pages, _, _, drop_before = entry
+        self._entries[self._number] = pages
         self._journal_pages += pages
         for old in list(itertools.takewhile(lambda each: each < drop_before, self._entries)):
             self._journal_pages -= self._entries.pop(old)
-        return True
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        if self._failure is None:
+            logger.error("kvloom: changes can't be stored, trying again: %s", error)
+        self._failure = str(error)
 
     def _renew(self, group: list[tuple[str, Operation]]) -> int:
         """Add a part of the whole state to the group; the number below which entries can go then.

@@ -181,7 +181,7 @@ class Endpoint:
     """One path. An answer of None is "204 No Content".
 
     Attributes:
-        lookup: changes no page, so backends that know the answer give it without waiting.
+        kind: "lookup" changes no page; "change" is one of those engines make all the time.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -190,7 +190,7 @@ class Endpoint:
     handler: Handler
     request: type[Struct]
     answer: type[Struct] | None
-    lookup: bool = False
+    kind: Literal["lookup", "change", ""] = ""
 
     @property
     def summary(self) -> str:
@@ -323,9 +323,11 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/rank/{rank}/initialize", "v1.initialize", _initialize_v1, InitializeV1, Message
     ),
-    Endpoint("POST", "/keys/batch_allocate", "v1.allocate", _allocate_v1, AllocateV1, PagesV1),
-    Endpoint("POST", "/keys/confirm_write", "v1.confirm", _confirm_v1, ConfirmV1, None),
-    Endpoint("POST", "/keys/batch_exists", "v1.exists", _exists_v1, ExistsV1, Existing, True),
+    Endpoint(
+        "POST", "/keys/batch_allocate", "v1.allocate", _allocate_v1, AllocateV1, PagesV1, "change"
+    ),
+    Endpoint("POST", "/keys/confirm_write", "v1.confirm", _confirm_v1, ConfirmV1, None, "change"),
+    Endpoint("POST", "/keys/batch_exists", "v1.exists", _exists_v1, ExistsV1, Existing, "lookup"),
     Endpoint(
         "POST",
         "/keys/get_locations",
@@ -333,18 +335,18 @@ ENDPOINTS = (
         _locations_v1,
         LocationsV1,
         LocationsAnswerV1,
-        True,
+        "lookup",
     ),
     Endpoint("POST", "/clear", "v1.clear", _clear_v1, NoBody, None),
     Endpoint(
         "POST", f"{_V2}/ranks/{{rank}}/initialize", "initialize", _initialize, Initialize, Leases
     ),
-    Endpoint("POST", f"{_V2}/allocate", "allocate", _allocate, Allocate, Allocations),
-    Endpoint("POST", f"{_V2}/confirm", "confirm", _confirm, Pages, Confirmed),
-    Endpoint("POST", f"{_V2}/release", "release", _release, Pages, Released),
-    Endpoint("POST", f"{_V2}/exists", "exists", _exists, Exists, Existing, True),
-    Endpoint("POST", f"{_V2}/locations", "locations", _locations, Locations, Located, True),
-    Endpoint("POST", f"{_V2}/touch", "touch", _touch, Keys, Touched, True),
+    Endpoint("POST", f"{_V2}/allocate", "allocate", _allocate, Allocate, Allocations, "change"),
+    Endpoint("POST", f"{_V2}/confirm", "confirm", _confirm, Pages, Confirmed, "change"),
+    Endpoint("POST", f"{_V2}/release", "release", _release, Pages, Released, "change"),
+    Endpoint("POST", f"{_V2}/exists", "exists", _exists, Exists, Existing, "lookup"),
+    Endpoint("POST", f"{_V2}/locations", "locations", _locations, Locations, Located, "lookup"),
+    Endpoint("POST", f"{_V2}/touch", "touch", _touch, Keys, Touched, "lookup"),
     Endpoint("POST", f"{_V2}/delete", "delete", _delete, Keys, Deleted),
     Endpoint("DELETE", _V2, "clear", _clear, NoBody, None),
     Endpoint("GET", f"{_V2}/stats", "stats", _stats, NoBody, NamespaceStats),

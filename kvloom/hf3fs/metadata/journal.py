@@ -46,6 +46,10 @@ class Journal:
             # Exclusive: two services on one file would give the same pages twice.
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
+            self.log_bytes = 0
+            if durability == "process":
+                # Folding the log into the file waits for the disk: ``checkpoint`` says when.
+                self._db.execute("pragma wal_autocheckpoint = 0")
             synchronous = "full" if durability == "disk" else "normal"
             self._db.execute(f"pragma synchronous = {synchronous}")
             self._db.execute("begin exclusive")
@@ -89,10 +93,20 @@ class Journal:
             if drop_before:
                 self._db.execute("delete from entries where number < ?", (drop_before,))
             self._db.execute("commit")
+            self.log_bytes += len(operations)
         except sqlite3.Error:
             if self._db.in_transaction:
                 self._db.execute("rollback")
             raise
+
+    def checkpoint(self) -> None:
+        """Fold the log into the file; waits for the disk.
+
+        Raises:
+            sqlite3.Error: it was not; nothing is lost.
+        """
+        self._db.execute("pragma wal_checkpoint(restart)")
+        self.log_bytes = 0
 
     def close(self) -> None:
         self._db.close()

@@ -8,6 +8,7 @@ import socket
 import uvicorn
 
 from kvloom.hf3fs.metadata.app import Service
+from kvloom.hf3fs.metadata.shortcut import protocol_of
 
 _GRACEFUL_S = 5
 _KEEP_ALIVE_S = 75
@@ -41,6 +42,8 @@ def make_server(service: Service, host: str, port: int) -> uvicorn.Server:
         service.app,
         host=host,
         port=port,
+        loop="uvloop",
+        http=protocol_of(service),
         lifespan="on",
         log_level="warning",
         access_log=False,

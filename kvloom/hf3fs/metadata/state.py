@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
+import msgspec
+
 from kvloom.hf3fs.metadata.base import (
     Allocation,
     AuditReport,
@@ -40,34 +42,34 @@ Operation = tuple[Any, ...]
 
 # One evicts a little more than is needed, so that the next batch need not evict again.
 _EVICT_EXTRA = 1 / 256
+_SEARCH_AGAIN_S = 0.1
+_FULL = Allocation(Status.FULL)
 
 
-class Slot:
-    """A page in use. ``deadline`` (monotonic) counts until its key is complete."""
-
-    __slots__ = ("confirmed", "deadline", "generation", "key", "page", "rank", "writer")
-
-    def __init__(self, key: Key | None, rank: int, page: int, generation: int, writer: str) -> None:
-        self.key = key  # None: cooling, of no key any more
-        self.rank = rank
-        self.page = page
-        self.generation = generation
-        self.writer = writer
-        self.deadline = 0.0
-        self.confirmed = False
-
-
-class Key:
+# Millions of these live for long, and whoever drops one breaks its cycle (``slot.key = None``): the
+# garbage collector need not look at them.
+class Key(msgspec.Struct, gc=False, eq=False):
     """A key and its slot of each rank. ``used`` is wall clock, ``lease`` monotonic, in seconds."""
 
-    __slots__ = ("hits", "lease", "name", "slots", "used")
+    name: str
+    slots: list[Slot | None]
+    unconfirmed: int  # ranks
+    used: float = 0.0
+    hits: int = 0
+    lease: float = 0.0
 
-    def __init__(self, name: str, world_size: int) -> None:
-        self.name = name
-        self.slots: list[Slot | None] = [None] * world_size
-        self.used = 0.0
-        self.hits = 0
-        self.lease = 0.0
+
+class Slot(msgspec.Struct, gc=False, eq=False):
+    """A page in use. ``deadline`` (monotonic) counts until its key is complete."""
+
+    key: Key | None  # None: cooling, of no key any more
+    rank: int
+    page: int
+    generation: int
+    writer: str
+    deadline: float = 0.0
+    confirmed: bool = False
+    location: Location | None = None  # when confirmed
 
 
 class PageFile:
@@ -91,7 +93,7 @@ class Namespace:
     """Keys and pages of one namespace.
 
     Args:
-        generations: gives the next generation number; never the same twice.
+        generations: gives the next so many generation numbers; none comes twice.
         monotonic, wall: the clocks, in seconds.
         grace_until: monotonic; nothing is evicted before, as readers of before a restart may read.
     """
@@ -100,7 +102,7 @@ class Namespace:
         self,
         world_size: int,
         limits: Limits,
-        generations: Iterator[int],
+        generations: Callable[[int], list[int]],
         *,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
@@ -127,47 +129,62 @@ class Namespace:
 
     # What readers ask
 
+    # All go backwards, so that a prompt's first block outlives the blocks that need it. In these
+    # loops the service spends its time: a key is looked up once, and nothing is called twice.
+
     def exists(self, keys: Sequence[str], lease: bool) -> list[bool]:
-        found = self._complete
-        answer = [key in found for key in keys]
-        self._use(keys, self._monotonic() + self._limits.read_lease_s if lease else 0.0)
+        if lease:
+            self.touch(keys)
+        get, move, now = self._complete.get, self._complete.move_to_end, self._wall()
+        answer = []
+        for name in reversed(keys):
+            key = get(name)
+            if key is None:
+                answer.append(False)
+            else:
+                key.used = now
+                move(name)
+                answer.append(True)
+        answer.reverse()
         return answer
 
     def locations(self, rank: int, keys: Sequence[str]) -> list[Location | None]:
         self.file(rank)
-        found = self._complete
+        get, move, now = self._complete.get, self._complete.move_to_end, self._wall()
+        until = self._read_lease()
         answer: list[Location | None] = []
-        hits = 0
-        for name in keys:
-            key = found.get(name)
-            slot = None if key is None else key.slots[rank]
-            if key is None or slot is None:
+        for name in reversed(keys):
+            key = get(name)
+            if key is None:
                 answer.append(None)
-                continue
-            key.hits += 1
-            hits += 1
-            answer.append(Location(slot.page, slot.generation))
-        self._hits += hits
-        self._misses += len(keys) - hits
-        self._use(keys, self._monotonic() + self._limits.read_lease_s)
+            else:
+                key.hits += 1
+                key.used = now
+                key.lease = until
+                move(name)
+                slot = key.slots[rank]
+                answer.append(None if slot is None else slot.location)
+        answer.reverse()
+        misses = answer.count(None)
+        self._misses += misses
+        self._hits += len(keys) - misses
         return answer
 
     def touch(self, keys: Sequence[str]) -> int:
-        return self._use(keys, self._monotonic() + self._limits.read_lease_s)
-
-    def _use(self, keys: Sequence[str], lease_until: float) -> int:
-        """Backwards, so that a prompt's first block outlives the blocks that need it."""
-        found, now, count = self._complete, self._wall(), 0
+        now, until, count = self._wall(), self._read_lease(), 0
         for name in reversed(keys):
-            key = found.get(name)
-            if key is None:
-                continue
-            count += 1
-            key.used = now
-            key.lease = max(key.lease, lease_until)
-            found.move_to_end(name)
-        self._last_lease = max(self._last_lease, lease_until)
+            key = self._complete.get(name)
+            if key is not None:
+                key.used, key.lease = now, until
+                self._complete.move_to_end(name)
+                count += 1
         return count
+
+    def _read_lease(self) -> float:
+        """The end of a read lease that begins now; no earlier one ends later."""
+        until = self._monotonic() + self._limits.read_lease_s
+        self._last_lease = max(self._last_lease, until)
+        return until
 
     def file(self, rank: int) -> PageFile:
         """
@@ -204,47 +221,26 @@ class Namespace:
         operations = self.expire()
         now = self._monotonic()
         deadline = now + self._limits.write_lease_s
-        self._use(names, now + self._limits.read_lease_s if lease_existing else 0.0)
-        known = [self._known(rank, writer, name, deadline) for name in names]
-        wanted = list(
-            dict.fromkeys(name for name, answer in zip(names, known, strict=True) if answer is None)
-        )
+        self.exists(names, lease_existing)
+        answers: dict[str, Allocation | None] = {}
+        for name in names:
+            key = self._complete.get(name) or self._incomplete.get(name)
+            slot = None if key is None else key.slots[rank]
+            answers[name] = None if slot is None else _answer_of(slot, writer, deadline)
+        wanted = [name for name, answer in answers.items() if answer is None]
         open_ = now >= self.closed_until
         if len(wanted) > len(file.free) and open_:
             operations += self._evict(rank, len(wanted) - len(file.free))
         count = min(len(wanted), len(file.free)) if open_ else 0
         if count:
             pages = [file.free.popleft() for _ in range(count)]
-            given = [next(self._generations) for _ in range(count)]
+            given = self._generations(count)
             operation = ("allocate", rank, writer, wanted[:count], pages, given)
             self.apply(operation)
             operations.append(operation)
-        granted = dict(zip(wanted[:count], range(count), strict=True))
-        answers = []
-        for name, answer in zip(names, known, strict=True):
-            if answer is None:
-                i = granted.get(name)
-                answers.append(
-                    Allocation(Status.FULL)
-                    if i is None
-                    else Allocation(Status.WRITE, pages[i], given[i])
-                )
-            else:
-                answers.append(answer)
-        return answers, operations
-
-    def _known(self, rank: int, writer: str, name: str, deadline: float) -> Allocation | None:
-        key = self._complete.get(name) or self._incomplete.get(name)
-        slot = None if key is None else key.slots[rank]
-        if slot is None:
-            return None
-        if slot.confirmed:
-            slot.deadline = deadline  # the other ranks' pages may be on their way
-            return Allocation(Status.EXISTS, slot.page, slot.generation)
-        if slot.writer != writer:
-            return Allocation(Status.BUSY)
-        slot.deadline = deadline
-        return Allocation(Status.WRITE, slot.page, slot.generation)
+            for name, page, generation in zip(wanted, pages, given, strict=False):
+                answers[name] = Allocation(Status.WRITE, page, generation)
+        return [answers[name] or _FULL for name in names], operations
 
     def _evict(self, rank: int, count: int) -> list[Operation]:
         """Drop least recently used keys without a read lease, to free ``count`` pages and some."""
@@ -262,9 +258,10 @@ class Namespace:
                 victims.append(key)
             else:
                 earliest = min(earliest, key.lease)
+        if len(victims) < count:
+            # Else a store full of leased keys would be searched through by every allocation.
+            self._no_victim_until = min(earliest, now + _SEARCH_AGAIN_S)
         if not victims:
-            # Else a store full of leased keys would be searched again by every allocation.
-            self._no_victim_until = earliest if self._complete else 0.0
             return []
         self._evicted += len(victims)
         self._evicted_unread += sum(not key.hits for key in victims)
@@ -276,12 +273,13 @@ class Namespace:
     def confirm(
         self, rank: int, writer: str, written: Sequence[Written]
     ) -> tuple[list[bool], list[Operation]]:
-        slots = [self._slot_of(rank, writer, item, confirmed=True) for item in written]
+        file = self.file(rank)
+        slots = [_slot_of(file, writer, item, confirmed=True) for item in written]
         fresh = [slot.page for slot in slots if slot is not None and not slot.confirmed]
         self._refused += slots.count(None)
         operations: list[Operation] = []
         if fresh:
-            # Backwards, as in _use. A page that is listed twice is confirmed once.
+            # Backwards, as look-ups go. A page that is listed twice is confirmed once.
             operations.append(("confirm", rank, list(dict.fromkeys(reversed(fresh))), self._wall()))
             self.apply(operations[0])
         return [slot is not None for slot in slots], operations
@@ -302,25 +300,13 @@ class Namespace:
 
     def _to_release(self, rank: int, writer: str, item: Written) -> Slot | None:
         if item.key:
-            return self._slot_of(rank, writer, item, confirmed=False)
+            return _slot_of(self.file(rank), writer, item, confirmed=False)
         # API v1 names no key, and writes complete keys anew: that failed, so the page is torn.
         file = self.file(rank)
         slot = file.slots[item.page] if 0 <= item.page < file.num_pages else None
         if slot is None or slot.key is None or not (slot.confirmed or slot.writer == writer):
             return None
         return slot
-
-    def _slot_of(self, rank: int, writer: str, item: Written, confirmed: bool) -> Slot | None:
-        """The slot that ``item`` names, if it is the writer's, or if ``confirmed`` any written."""
-        file = self.file(rank)
-        slot = file.slots[item.page] if 0 <= item.page < file.num_pages else None
-        if slot is None or slot.key is None or slot.key.name != item.key:
-            return None
-        if item.generation not in (-1, slot.generation):
-            return None
-        if slot.confirmed:
-            return slot if confirmed else None
-        return slot if slot.writer == writer else None
 
     def delete(self, names: Sequence[str]) -> tuple[int, list[Operation]]:
         keys = [self._complete[name] for name in dict.fromkeys(names) if name in self._complete]
@@ -357,6 +343,13 @@ class Namespace:
         for operation in operations:
             self.apply(operation)
         return operations
+
+    def dissolve(self) -> None:
+        """Before it is dropped."""
+        for file in self.files:
+            for slot in () if file is None else file.slots:
+                if slot is not None:
+                    slot.key = None
 
     def last_lease(self) -> float:
         """Monotonic time when the last lease ends that anybody may hold."""
@@ -402,7 +395,7 @@ class Namespace:
     def _put(self, name: str, slot: Slot, deadline: float) -> None:
         key = self._complete.get(name) or self._incomplete.get(name)
         if key is None:
-            key = self._incomplete[name] = Key(name, self.world_size)
+            key = self._incomplete[name] = Key(name, [None] * self.world_size, self.world_size)
         slot.key, slot.deadline = key, deadline
         key.slots[slot.rank] = slot
         self.file(slot.rank).slots[slot.page] = slot
@@ -414,10 +407,12 @@ class Namespace:
         if slot is None or slot.key is None or slot.confirmed:
             return
         slot.confirmed, slot.deadline = True, deadline
+        slot.location = Location(page, slot.generation)
         file.confirmed += 1
         key = slot.key
         key.used = max(key.used, used)
-        if all(each is not None and each.confirmed for each in key.slots):
+        key.unconfirmed -= 1
+        if not key.unconfirmed:
             self._complete[key.name] = self._incomplete.pop(key.name)
 
     def _free(self, rank: int, page: int) -> None:
@@ -428,6 +423,7 @@ class Namespace:
         self._release_slot(slot)
         if key is not None:
             key.slots[rank] = None
+            key.unconfirmed += slot.confirmed
             if not any(key.slots):
                 self._incomplete.pop(key.name, None)
 
@@ -435,7 +431,7 @@ class Namespace:
         file = self.file(slot.rank)
         file.cooling -= slot.key is None
         file.confirmed -= slot.key is not None and slot.confirmed
-        file.slots[slot.page] = None
+        file.slots[slot.page] = slot.key = None
         file.free.append(slot.page)
 
     def _cool(self, slot: Slot, deadline: float) -> None:
@@ -559,3 +555,26 @@ class Namespace:
                 mine = key.slots[rank]
                 totals["twice"] += mine is not None and file.slots[mine.page] is not mine
         return AuditReport(**totals)
+
+
+def _slot_of(file: PageFile, writer: str, item: Written, confirmed: bool) -> Slot | None:
+    """The slot that ``item`` names, if it is the writer's, or if ``confirmed`` any written."""
+    slot = file.slots[item.page] if 0 <= item.page < file.num_pages else None
+    if slot is None or slot.key is None or slot.key.name != item.key:
+        return None
+    if item.generation not in (-1, slot.generation):
+        return None
+    if slot.confirmed:
+        return slot if confirmed else None
+    return slot if slot.writer == writer else None
+
+
+def _answer_of(slot: Slot, writer: str, deadline: float) -> Allocation:
+    """What a writer is told of a page that is in use; renews the lease."""
+    if slot.confirmed:
+        slot.deadline = deadline  # the other ranks' pages may be on their way
+        return Allocation(Status.EXISTS, slot.page, slot.generation)
+    if slot.writer != writer:
+        return Allocation(Status.BUSY)
+    slot.deadline = deadline
+    return Allocation(Status.WRITE, slot.page, slot.generation)
