@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
 from kvloom.blend.rope import PositionCorrector
+from kvloom.blend.selection import LookingPolicy, SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer, BufferPool
@@ -58,12 +60,15 @@ class BlendWorker:
     def __init__(
         self,
         config: KvloomConfig,
+        policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
+        *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
     ) -> None:
         self._config = config
+        self._policy = policy
         self._store = store
         self._cache = cache
         self._corrector = corrector
@@ -153,25 +158,46 @@ class BlendWorker:
             slots = self._slots(plan.block_ids, piece.start, piece.length)
             self._cache.scatter(payload.to(self._cache.device), slots)
         loaded_s = time.perf_counter() - began - rotate_s
-        self._compute(plan, failed)
+        chosen = self._compute(plan, failed)
         total_s = time.perf_counter() - began
         return LoadReport(
             failed_tokens=sum(piece.length for piece in failed),
+            chosen=chosen,
             bytes_read=bytes_read,
             load_ms=loaded_s * 1e3,
             rotate_ms=rotate_s * 1e3,
             compute_ms=(total_s - loaded_s - rotate_s) * 1e3,
         )
 
-    def _compute(self, plan: LoadPlan, failed: list[Piece]) -> None:
+    def _compute(self, plan: LoadPlan, failed: list[Piece]) -> int:
+        """Compute what must be, and what the policy chooses; answers how many it chose."""
         lost = [np.arange(piece.start, piece.start + piece.length) for piece in failed]
         positions = np.unique(np.concatenate([plan.compute, *lost]))
+        chosen = self._choose(plan, positions)
+        positions = np.union1d(positions, chosen)
         if not positions.size:
-            return
+            return 0
         if self._engine is None:
             self._fail_from(plan, int(positions[0]))
-            return
+            return 0
         self._engine.compute(plan.block_ids, plan.token_ids[positions - plan.start], positions)
+        return len(chosen)
+
+    def _choose(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        end = plan.start + len(plan.token_ids)
+        candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
+        wanted = plan.choose and candidates.size and isinstance(self._policy, LookingPolicy)
+        if self._engine is None or not wanted:
+            return np.empty(0, dtype=np.int64)
+        return self._engine.choose(
+            self._policy,
+            plan.block_ids,
+            plan.token_ids,
+            count=plan.choose,
+            start=plan.start,
+            candidates=candidates,
+            positions=positions,
+        )
 
     def _loaded(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Buffer | None]]:
         """Pieces with their chunks' payloads (None: failed), each valid until the next."""
