@@ -91,13 +91,13 @@ class KvloomConfig(BaseModel):
     recompute_policy: str = Field(
         "first_k",
         description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`, `hkvd`, "
-        "`hkvd_block`, `query_aware`, `lead`, or a third party's.",
+        "`hkvd_block`, `query_aware`, `mean_shift`, or a third party's.",
     )
     recompute_ratio: float = Field(
         0.15,
         gt=0,
         le=1,
-        description="Part of the reused tokens computed anew by the policies that look at them.",
+        description="Part of the reused tokens computed anew by the policies that have a budget.",
     )
     recompute_layer: int = Field(
         1, ge=0, description="Layer whose deviation `hkvd`, `hkvd_block`, `query_aware` look at."

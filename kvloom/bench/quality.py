@@ -25,7 +25,7 @@ Progress = Callable[[int, int, str], None]
 """(prompts done, prompts, what goes on)"""
 
 BASELINE = "hkvd_15"
-OURS = "lead_15"
+OURS = "mean_shift_15"
 MOST_OF_BASELINE_KL = 0.75
 _RESAMPLES = 2000
 
@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "hkvd_30": {"recompute_policy": "hkvd", "recompute_ratio": 0.3},
     "hkvd_block_15": {"recompute_policy": "hkvd_block"},
     "query_aware_15": {"recompute_policy": "query_aware"},
-    OURS: {"recompute_policy": "lead"},
+    OURS: {"recompute_policy": "mean_shift"},
 }
 """Benchmarked configurations by the name of their figures."""
 

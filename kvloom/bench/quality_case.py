@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvloom.bench.quality_model import CacheModel
 from kvloom.bench.quality_prompts import Case
+from kvloom.blend.correction import samples_and_rest
 from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.rope import PositionCorrector, RopeSpec
 from kvloom.blend.selection.base import LAST_TOKENS, LayerView, LookingPolicy, SelectionPolicy
@@ -69,7 +70,20 @@ class BlendedPrompt:
             chosen, looked = self._choose(policy, cache, plan, count)
             positions = np.union1d(positions, chosen)
             cost += len(chosen) / reused + looked / (reused * self._model.layers)
-        self._compute(cache, np.append(positions, plan.end))
+        runs = [(run.start, run.end) for run in plan.runs]
+        loaded = [np.arange(load.target_start, load.target_end) for load in plan.loads()]
+        # As in Correction: the new tokens behind the last run see the corrected cache.
+        end = 0
+        parts = []
+        if policy.correction:
+            parts = list(samples_and_rest(runs, np.concatenate(loaded), positions))
+            end = max((int(max(s[-1], r[-1])) + 1 for s, r in parts), default=0)
+        before, behind = np.split(positions, [np.searchsorted(positions, end)])
+        self._compute(cache, before)
+        for samples, rest in parts:
+            change = cache[:, :, samples] - self._loaded[:, :, samples]
+            cache[:, :, rest] += policy.correction * change.mean(dim=2, keepdim=True)
+        self._compute(cache, np.append(behind, plan.end))
         return cache, cost
 
     def _choose(
@@ -136,8 +150,9 @@ class BlendedPrompt:
         return plan, cache
 
     def _compute(self, cache: Tensor, positions: npt.NDArray[np.int64]) -> None:
-        where = torch.from_numpy(positions)
-        self._model.compute(cache, self._tokens[where], where)
+        if positions.size:
+            where = torch.from_numpy(positions)
+            self._model.compute(cache, self._tokens[where], where)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class LoadPlan:
         pieces: what to load, by position.
         compute: int64 positions to compute, ascending; with the pieces they cover the range.
         exact: tokens before this position are exact, and none of them is computed anew.
+        runs: positions ``[first, end)`` of the runs that the pieces belong to.
         choose: loaded tokens that a policy may choose, once it saw them, to be computed too.
     """
 
@@ -47,6 +48,7 @@ class LoadPlan:
     pieces: list[Piece]
     compute: npt.NDArray[np.int64]
     exact: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
     choose: int = 0
 
 

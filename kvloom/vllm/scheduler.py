@@ -289,6 +289,7 @@ class BlendScheduler:
             pieces,
             compute,
             match.exact,
+            [(run.start, run.end) for run in match.blend.runs] if match.blend else [],
             match.choose,
         )
 

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from kvloom.blend.correction import samples_and_rest
 from kvloom.blend.rope import PositionCorrector
 from kvloom.blend.selection import LookingPolicy, SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer, BufferPool
+from kvloom.vllm.correction import Correction
 from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, SaveChunk, SavePlan, WorkerReport
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
@@ -32,6 +34,7 @@ logger = init_logger(__name__)
 
 _WAVE = 4
 _WAVES_AHEAD = 2
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +183,35 @@ class BlendWorker:
         if self._engine is None:
             self._fail_from(plan, int(positions[0]))
             return 0
-        self._engine.compute(plan.block_ids, plan.token_ids[positions - plan.start], positions)
+        loaded = [
+            np.arange(piece.start, piece.start + piece.length)
+            for piece in plan.pieces
+            if piece.start >= plan.exact and piece not in failed
+        ]
+        correction = Correction(
+            self._cache,
+            plan.block_ids,
+            list(samples_and_rest(plan.runs, np.concatenate([*loaded, _NOTHING]), positions)),
+            part=self._policy.correction,
+        )
+        # New tokens behind the last run see the corrected KV; those before its end can't.
+        before, behind = np.split(positions, [np.searchsorted(positions, correction.end)])
+        self._run_model(plan, before)
+        correction.apply()
+        self._run_model(plan, behind)
         return len(chosen)
+
+    def _run_model(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> None:
+        if self._engine is not None and positions.size:
+            tokens = plan.token_ids[positions - plan.start]
+            self._engine.compute(plan.block_ids, tokens, positions)
 
     def _choose(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         end = plan.start + len(plan.token_ids)
         candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
         wanted = plan.choose and candidates.size and isinstance(self._policy, LookingPolicy)
         if self._engine is None or not wanted:
-            return np.empty(0, dtype=np.int64)
+            return _NOTHING
         return self._engine.choose(
             self._policy,
             plan.block_ids,

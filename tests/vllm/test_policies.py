@@ -49,7 +49,7 @@ def cache_model(model: Path) -> CacheModel:
     return CacheModel(model)
 
 
-@pytest.mark.parametrize("name", ["first_k", "lead", *LOOKING])
+@pytest.mark.parametrize("name", ["first_k", "mean_shift", *LOOKING])
 def test_engine_and_benchmark_blend_alike(
     engine: Engine, cache_model: CacheModel, name: str
 ) -> None:

@@ -5,7 +5,7 @@ from kvloom.blend.selection.boundary import Boundary
 from kvloom.blend.selection.first_k import FirstK
 from kvloom.blend.selection.hkvd import Hkvd
 from kvloom.blend.selection.hkvd_block import HkvdBlock
-from kvloom.blend.selection.lead import Lead
+from kvloom.blend.selection.mean_shift import MeanShift
 from kvloom.blend.selection.nothing import Nothing
 from kvloom.blend.selection.query_aware import QueryAware
 from kvloom.blend.selection.registry import make_policy
@@ -16,8 +16,8 @@ __all__ = [
     "Hkvd",
     "HkvdBlock",
     "LayerView",
-    "Lead",
     "LookingPolicy",
+    "MeanShift",
     "Nothing",
     "QueryAware",
     "SelectionPolicy",

@@ -21,7 +21,13 @@ class SelectionPolicy(ABC):
     """Chooses reused tokens whose KV is computed anew in the context of the new prompt.
 
     ``select`` is asked by the scheduler, before anything is loaded.
+
+    Attributes:
+        correction: how much of the mean change of a run's loaded and computed tokens is added to
+            its other tokens.
     """
+
+    correction: ClassVar[float] = 0.0
 
     @classmethod
     @abstractmethod

@@ -16,6 +16,8 @@ from kvloom.blend.selection.first_k import FirstK
 from kvloom.blend.selection.hkvd import Hkvd
 from kvloom.config import KvloomConfig
 
+_FIRST = 8  # a small part of the budget: the rest follows the attention
+
 
 @dataclass(frozen=True)
 class QueryAware(Hkvd):
@@ -31,7 +33,7 @@ class QueryAware(Hkvd):
             layer=config.recompute_layer,
             ratio=config.recompute_ratio,
             width=config.recompute_boundary,
-            k=config.first_k // 4,
+            k=_FIRST,
         )
 
     def select(self, plan: BlendPlan) -> list[Range]:

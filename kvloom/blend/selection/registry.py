@@ -9,7 +9,7 @@ from kvloom.blend.selection.boundary import Boundary
 from kvloom.blend.selection.first_k import FirstK
 from kvloom.blend.selection.hkvd import Hkvd
 from kvloom.blend.selection.hkvd_block import HkvdBlock
-from kvloom.blend.selection.lead import Lead
+from kvloom.blend.selection.mean_shift import MeanShift
 from kvloom.blend.selection.nothing import Nothing
 from kvloom.blend.selection.query_aware import QueryAware
 from kvloom.config import ConfigError, KvloomConfig, known_names
@@ -21,7 +21,7 @@ _BUILT_IN: dict[str, type[SelectionPolicy]] = {
     "hkvd": Hkvd,
     "hkvd_block": HkvdBlock,
     "query_aware": QueryAware,
-    "lead": Lead,
+    "mean_shift": MeanShift,
 }
 
 
