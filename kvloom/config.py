@@ -126,7 +126,17 @@ class KvloomConfig(_ExtraConfig):
     )
     recompute_policy: str = Field(
         "first_k",
-        description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`.",
+        description="Which reused tokens are computed anew: `first_k`, `boundary`, `none`, `hkvd`, "
+        "`hkvd_block`, `query_aware`, `mean_shift`, or a third party's.",
+    )
+    recompute_ratio: float = Field(
+        0.15,
+        gt=0,
+        le=1,
+        description="Part of the reused tokens computed anew by the policies that have a budget.",
+    )
+    recompute_layer: int = Field(
+        1, ge=0, description="Layer whose deviation `hkvd`, `hkvd_block`, `query_aware` look at."
     )
     first_k: int = Field(
         32, ge=0, description="Tokens computed anew at the start of every run by `first_k`."

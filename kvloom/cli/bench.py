@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 if TYPE_CHECKING:
     from kvloom.bench.report import Report
@@ -97,6 +98,33 @@ def metadata(
     _run(lambda show: bench.run(rounds, show), json)
 
 
+@app.command()
+def quality(
+    *,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, of three kinds in turn.")] = 42,
+    policies: Annotated[str, typer.Option(help="Names, with commas; default: all.")] = "",
+    split: Annotated[str, typer.Option(help="`held-out`, or `development`.")] = "held-out",
+    model: ModelOption = None,
+    json: JsonOption = None,
+    log: LogOption = DEFAULT_LOG,
+) -> None:
+    """How near blends come to full recompute, by recompute policy."""
+    from kvloom.bench import quality as bench
+
+    names = policies.split(",") if policies else list(bench.POLICIES)
+
+    def work(console: Console) -> Report:
+        with Progress(*Progress.get_default_columns(), console=console) as bar:
+            task = bar.add_task("starting", total=prompts)
+
+            def show(done: int, total: int, what: str) -> None:
+                bar.update(task, completed=done, total=total, description=what)
+
+            return bench.run(_model(model), prompts, show, policies=names, split=split)
+
+    _run_on(work, json, log)
+
+
 def _model(given: Path | None) -> Path:
     from kvloom.demo.model import DEFAULT_TARGET
 
@@ -111,12 +139,19 @@ def _model(given: Path | None) -> Path:
 def _run(
     work: Callable[[Callable[[str], None]], Report], json: Path | None, log: Path | None = None
 ) -> None:
+    def with_status(console: Console) -> Report:
+        with console.status("starting") as status:
+            return work(status.update)
+
+    _run_on(with_status, json, log)
+
+
+def _run_on(work: Callable[[Console], Report], json: Path | None, log: Path | None) -> None:
     from kvloom.demo.engine import quiet_engines
 
     with _terminal(quiet_engines, log) as terminal:
         console = Console(file=terminal)
-        with console.status("starting") as status:
-            report = work(status.update)
+        report = work(console)
         report.show(console)
         if json is not None:
             report.write(json)

@@ -134,7 +134,9 @@ class BlendConnector(KvloomConnector):
             corrector = PositionCorrector(compat.rope_spec(model, names, cache.head_dim))
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
-        return BlendWorker(self.config, store, cache, corrector, engine)
+        return BlendWorker(
+            self.config, self._policy, store, cache, corrector=corrector, engine=engine
+        )
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

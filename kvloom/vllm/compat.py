@@ -10,7 +10,8 @@ import functools
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -148,6 +149,43 @@ def run_model(
         ),
     ):
         model(input_ids=input_ids, positions=positions)
+
+
+Look = Callable[[str, Tensor], bool]
+"""(layer name, queries [tokens, heads, head_dim]) with the layer's new KV in the cache, before its
+attention; answers whether to go on."""
+
+
+class _LeaveError(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@contextmanager
+def looking(layers: dict[str, Any], look: Look) -> Iterator[None]:
+    """Forwards in this block are shown to ``look`` layer by layer, and end when it has seen enough.
+
+    The attention implementation is called in Python also where the model is compiled, and only
+    after the layer's keys and values were written.
+    """
+    originals = {name: layer.impl.forward for name, layer in layers.items()}
+
+    def shown(name: str) -> Callable[..., Any]:
+        def forward(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not look(name, query):
+                raise _LeaveError
+            return originals[name](layer, query, *args, **kwargs)
+
+        return forward
+
+    for name, layer in layers.items():
+        layer.impl.forward = shown(name)
+    try:
+        yield
+    except _LeaveError:
+        return
+    finally:
+        for layer in layers.values():
+            del layer.impl.forward
 
 
 def check_nested_forward(vllm_config: VllmConfig) -> None:

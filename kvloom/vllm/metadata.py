@@ -36,6 +36,9 @@ class LoadPlan:
         token_ids: int32, the tokens of that range; what can't be loaded is computed from them.
         pieces: what to load, by position.
         compute: int64 positions to compute, ascending; with the pieces they cover the range.
+        exact: tokens before this position are exact, and none of them is computed anew.
+        runs: positions ``[first, end)`` of the runs that the pieces belong to.
+        choose: loaded tokens that a policy may choose, once it saw them, to be computed too.
     """
 
     request_id: str
@@ -44,6 +47,9 @@ class LoadPlan:
     token_ids: npt.NDArray[np.int32]
     pieces: list[Piece]
     compute: npt.NDArray[np.int64]
+    exact: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    choose: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +94,14 @@ class LoadReport:
 
     Attributes:
         failed_tokens: tokens that should have been loaded and were computed instead.
+        chosen: tokens that were loaded and, by the policy's choice, computed anew.
         bytes_read: payload bytes read from the store.
         load_ms, rotate_ms, compute_ms: time in the step for reading and writing to the cache, for
             rotating, and for the model.
     """
 
     failed_tokens: int
+    chosen: int
     bytes_read: int
     load_ms: float
     rotate_ms: float

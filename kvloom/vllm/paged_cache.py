@@ -116,6 +116,12 @@ class PagedCache:
                 part[0, at : at + length] = keys[block, offset : offset + length]
                 part[1, at : at + length] = values[block, offset : offset + length]
 
+    def gather_layer(self, layer: int, slots: Tensor) -> Tensor:
+        """A copy of one layer's KV of ``slots``, [2, tokens, heads, head_dim]."""
+        keys, values = self._views[layer]
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return torch.stack([keys[blocks, offsets], values[blocks, offsets]])
+
     def _pieces(self, slots: Tensor) -> list[tuple[int, int, int, int]]:
         """Neighbouring slots of one block: block, offset in it, index in ``slots``, length."""
         breaks = (slots.diff() != 1) | (slots[1:] % self.block_size == 0)

@@ -9,15 +9,17 @@ prefill.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 
+from kvloom.blend.selection.base import LAST_TOKENS, LayerView, LookingPolicy
 from kvloom.vllm import compat
 from kvloom.vllm.paged_cache import PagedCache
 
@@ -41,6 +43,7 @@ class RecomputeEngine:
     ) -> None:
         self._vllm_config = vllm_config
         self._model = model
+        self._layers = layers
         self._layer_names = list(layers)
         self._cache = cache
         self._builder = compat.metadata_builder(vllm_config, spec, layers, cache.device)
@@ -64,6 +67,60 @@ class RecomputeEngine:
         for first in range(0, len(positions), self._max_tokens):
             part = slice(first, first + self._max_tokens)
             self._compute_batch(block_ids, token_ids[part], positions[part])
+
+    def choose(
+        self,
+        policy: LookingPolicy,
+        block_ids: Sequence[int],
+        token_ids: npt.NDArray[np.int32],
+        *,
+        count: int,
+        start: int,
+        candidates: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Which loaded tokens the policy wants computed anew.
+
+        A whole first pass leaves exact KV in the layers before the one it ends at, and in that one;
+        any other leaves what a later ``compute`` of the same positions puts right.
+
+        Args:
+            count: tokens to choose at most.
+            token_ids: int32, the prompt's tokens from ``start`` to the end of the plan.
+            candidates: int64, positions of the loaded tokens that may be chosen, ascending.
+            positions: int64, ascending, those to be computed in any case.
+        """
+        last = len(self._layer_names) - 1 if policy.layer is None else policy.layer
+        last = min(last, len(self._layer_names) - 1)
+        looked_at = range(last + 1) if policy.layer is None else range(last, last + 1)
+        seen = np.union1d(candidates, positions) if policy.whole else positions
+        where = torch.from_numpy(candidates)
+        slots = self._cache.slots(block_ids, where)
+        loaded = {layer: self._cache.gather_layer(layer, slots) for layer in looked_at}
+        context = self._cache.slots(block_ids, torch.arange(start + len(token_ids)))
+        scores = torch.zeros(len(candidates), device=self._cache.device)
+
+        def look(name: str, queries: Tensor, tokens: npt.NDArray[np.int64]) -> bool:
+            layer = self._layer_names.index(name)
+            if layer in loaded and tokens[-1] == seen[-1]:
+                keys, values = self._cache.gather_layer(layer, context)
+                heads = queries.reshape(len(queries), -1, self._cache.head_dim)
+                view = LayerView(
+                    keys=keys,
+                    values=values,
+                    candidates=where.to(keys.device),
+                    loaded=loaded[layer],
+                    queries=heads[: len(tokens)][-LAST_TOKENS:],
+                    query_positions=torch.from_numpy(tokens[-LAST_TOKENS:]).to(keys.device),
+                )
+                scores.add_(policy.score(view))
+            return layer < last or policy.layer is None
+
+        for first in range(0, len(seen), self._max_tokens):
+            tokens = seen[first : first + self._max_tokens]
+            with compat.looking(self._layers, functools.partial(look, tokens=tokens)):
+                self._compute_batch(block_ids, token_ids[tokens - start], tokens)
+        return policy.choose(scores, where.to(scores.device), count)
 
     def _compute_batch(
         self,

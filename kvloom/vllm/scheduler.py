@@ -53,6 +53,7 @@ class Match:
         generation: of KV computed on top of it: 0 if all of it is exact, else one more than the
             highest that it reuses.
         match_ms: time it took to find.
+        choose: reused tokens that the policy may choose, once they are loaded, to be computed anew.
     """
 
     local: int
@@ -61,6 +62,7 @@ class Match:
     blend: BlendPlan | None
     generation: int
     match_ms: float
+    choose: int = 0
 
 
 @dataclass
@@ -237,18 +239,19 @@ class BlendScheduler:
         end = len(tokens) - 1  # the engine needs at least one token to compute
         size = self._config.blend_chunk_size
         exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
-        blend, generation = None, 0
+        blend, generation, choose = None, 0, 0
         if self._may_blend(state.request) and end - exact >= self._config.min_blend_tokens:
             chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
-            plan = make_plan(chunks, end)
-            plan = plan.recompute(self._policy.select(plan))
+            found = make_plan(chunks, end)
+            plan = found.recompute(self._policy.select(found))
             if plan.count(Origin.REUSED) >= self._config.min_blend_tokens:
                 blend = plan
+                choose = self._policy.budget(found, plan)
                 sources = [load.source_block_id for load in plan.loads()]
                 generation = 1 if self._index.exact(sources).all() else 2
         total = exact if blend is None else end
         match_ms = (time.perf_counter() - began) * 1e3
-        return Match(local, exact, total, blend, generation, match_ms)
+        return Match(local, exact, total, blend, generation, match_ms, choose)
 
     def _may_blend(self, request: Any) -> bool:
         # A LoRA request's forward needs the adapter's own token mapping, which a nested forward
@@ -285,6 +288,9 @@ class BlendScheduler:
             tokens,
             pieces,
             compute,
+            match.exact,
+            [(run.start, run.end) for run in match.blend.runs] if match.blend else [],
+            match.choose,
         )
 
     def _prefix_pieces(self, keys: list[bytes], start: int, end: int) -> list[Piece]:
@@ -370,10 +376,11 @@ class BlendScheduler:
         if match is None:
             return figures | {"exact": 0, "reused": 0, "recomputed": 0, "new": prompt}
         blend = match.blend
+        chosen = match.choose if report is None else report.chosen
         counts = {
             "exact": match.exact,
-            "reused": blend.count(Origin.REUSED) if blend else 0,
-            "recomputed": blend.count(Origin.RECOMPUTED) if blend else 0,
+            "reused": blend.count(Origin.REUSED) - chosen if blend else 0,
+            "recomputed": blend.count(Origin.RECOMPUTED) + chosen if blend else 0,
         }
         figures |= counts | {
             "new": prompt - sum(counts.values()),

@@ -14,14 +14,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from kvloom.blend.correction import samples_and_rest
 from kvloom.blend.rope import PositionCorrector
+from kvloom.blend.selection import LookingPolicy, SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer, BufferPool
+from kvloom.vllm.correction import Correction
 from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, SaveChunk, SavePlan, WorkerReport
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
@@ -30,6 +34,7 @@ logger = init_logger(__name__)
 
 _WAVE = 4
 _WAVES_AHEAD = 2
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,15 @@ class BlendWorker:
     def __init__(
         self,
         config: KvloomConfig,
+        policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
+        *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
     ) -> None:
         self._config = config
+        self._policy = policy
         self._store = store
         self._cache = cache
         self._corrector = corrector
@@ -153,25 +161,66 @@ class BlendWorker:
             slots = self._slots(plan.block_ids, piece.start, piece.length)
             self._cache.scatter(payload.to(self._cache.device), slots)
         loaded_s = time.perf_counter() - began - rotate_s
-        self._compute(plan, failed)
+        chosen = self._compute(plan, failed)
         total_s = time.perf_counter() - began
         return LoadReport(
             failed_tokens=sum(piece.length for piece in failed),
+            chosen=chosen,
             bytes_read=bytes_read,
             load_ms=loaded_s * 1e3,
             rotate_ms=rotate_s * 1e3,
             compute_ms=(total_s - loaded_s - rotate_s) * 1e3,
         )
 
-    def _compute(self, plan: LoadPlan, failed: list[Piece]) -> None:
+    def _compute(self, plan: LoadPlan, failed: list[Piece]) -> int:
+        """Compute what must be, and what the policy chooses; answers how many it chose."""
         lost = [np.arange(piece.start, piece.start + piece.length) for piece in failed]
         positions = np.unique(np.concatenate([plan.compute, *lost]))
+        chosen = self._choose(plan, positions)
+        positions = np.union1d(positions, chosen)
         if not positions.size:
-            return
+            return 0
         if self._engine is None:
             self._fail_from(plan, int(positions[0]))
-            return
-        self._engine.compute(plan.block_ids, plan.token_ids[positions - plan.start], positions)
+            return 0
+        loaded = [
+            np.arange(piece.start, piece.start + piece.length)
+            for piece in plan.pieces
+            if piece.start >= plan.exact and piece not in failed
+        ]
+        correction = Correction(
+            self._cache,
+            plan.block_ids,
+            list(samples_and_rest(plan.runs, np.concatenate([*loaded, _NOTHING]), positions)),
+            part=self._policy.correction,
+        )
+        # New tokens behind the last run see the corrected KV; those before its end can't.
+        before, behind = np.split(positions, [np.searchsorted(positions, correction.end)])
+        self._run_model(plan, before)
+        correction.apply()
+        self._run_model(plan, behind)
+        return len(chosen)
+
+    def _run_model(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> None:
+        if self._engine is not None and positions.size:
+            tokens = plan.token_ids[positions - plan.start]
+            self._engine.compute(plan.block_ids, tokens, positions)
+
+    def _choose(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        end = plan.start + len(plan.token_ids)
+        candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
+        wanted = plan.choose and candidates.size and isinstance(self._policy, LookingPolicy)
+        if self._engine is None or not wanted:
+            return _NOTHING
+        return self._engine.choose(
+            self._policy,
+            plan.block_ids,
+            plan.token_ids,
+            count=plan.choose,
+            start=plan.start,
+            candidates=candidates,
+            positions=positions,
+        )
 
     def _loaded(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Buffer | None]]:
         """Pieces with their chunks' payloads (None: failed), each valid until the next."""

@@ -7,13 +7,21 @@ from importlib.metadata import entry_points
 from kvloom.blend.selection.base import SelectionPolicy
 from kvloom.blend.selection.boundary import Boundary
 from kvloom.blend.selection.first_k import FirstK
+from kvloom.blend.selection.hkvd import Hkvd
+from kvloom.blend.selection.hkvd_block import HkvdBlock
+from kvloom.blend.selection.mean_shift import MeanShift
 from kvloom.blend.selection.nothing import Nothing
+from kvloom.blend.selection.query_aware import QueryAware
 from kvloom.config import ConfigError, KvloomConfig, known_names
 
 _BUILT_IN: dict[str, type[SelectionPolicy]] = {
     "first_k": FirstK,
     "boundary": Boundary,
     "none": Nothing,
+    "hkvd": Hkvd,
+    "hkvd_block": HkvdBlock,
+    "query_aware": QueryAware,
+    "mean_shift": MeanShift,
 }
 
 

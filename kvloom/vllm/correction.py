@@ -1,0 +1,60 @@
+"""The correction of ``kvloom.blend.correction`` in the paged cache, in slices of bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvloom.blend.correction import Positions
+from kvloom.vllm.paged_cache import PagedCache
+
+_SLICE = 256
+
+
+class Correction:
+    """Made when the tokens are loaded, applied when the samples are computed anew.
+
+    Args:
+        runs: sampled tokens and those to correct, of each run.
+        part: of the samples' mean change that is added to the others; 0: nothing is done.
+
+    Attributes:
+        end: tokens from here on should be computed after ``apply``.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        block_ids: Sequence[int],
+        runs: list[tuple[Positions, Positions]],
+        *,
+        part: float,
+    ) -> None:
+        self._cache = cache
+        self._block_ids = block_ids
+        self._runs = runs if part else []
+        self._part = part
+        self._before = [self._mean(samples) for samples, _ in self._runs]
+        self.end = max((int(max(s[-1], r[-1])) + 1 for s, r in self._runs), default=0)
+
+    def apply(self) -> None:
+        for (samples, rest), before in zip(self._runs, self._before, strict=True):
+            shift = (self._part * (self._mean(samples) - before)).unsqueeze(2)
+            for slots, payload in self._slices(rest):
+                moved = (payload.float() + shift).to(payload.dtype)
+                self._cache.scatter(moved, slots)
+
+    def _mean(self, positions: Positions) -> Tensor:
+        """Mean KV of these tokens, float32 [layers, 2, heads, head_dim]."""
+        total = sum(payload.float().sum(dim=2) for _, payload in self._slices(positions))
+        return torch.as_tensor(total) / len(positions)
+
+    def _slices(self, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
+        for where in torch.from_numpy(positions).split(_SLICE):
+            slots = self._cache.slots(self._block_ids, where).to(self._cache.device)
+            shape = self._cache.payload_shape(len(where))
+            payload = torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
+            self._cache.gather(slots, payload)
+            yield slots, payload
