@@ -7,7 +7,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from kvloom.config import KvloomConfig
+from pydantic import BaseModel, SecretStr
+
+from kvloom.config import Hf3fsConfig, KvloomConfig
 
 TARGET = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -15,6 +17,9 @@ HEAD = """# Configuration
 Keys of `kv_connector_extra_config`. None has to be set. An unknown key or a bad value stops the
 engine's start with one line that names it. This page is made by
 `python docs/generate_configuration.py`.
+"""
+TABLE = """
+## {connector}
 
 | key | type | default | meaning |
 |---|---|---|---|
@@ -34,13 +39,18 @@ def type_name(annotation: object) -> str:
     return f"`{annotation.__name__ if plain else annotation}`"  # type: ignore[attr-defined]
 
 
-def page() -> str:
+def table(connector: str, config: type[BaseModel]) -> str:
     rows = []
-    for name, field in KvloomConfig.model_fields.items():
+    for name, field in config.model_fields.items():
         default = f"`{json.dumps(field.default)}`"
         cells = f"`{name}`", type_name(field.annotation), default, field.description or ""
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return HEAD + "".join(rows)
+    return TABLE.format(connector=connector) + "".join(rows)
+
+
+def page() -> str:
+    tables = [("BlendConnector", KvloomConfig), ("HF3FSKVConnector", Hf3fsConfig)]
+    return HEAD + "".join(table(connector, config) for connector, config in tables)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, line: st
 
 def commands(group: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for command in group.registered_commands:
-        yield (*path, command.name or str(command.callback and command.callback.__name__))
+        name = command.name or str(command.callback and command.callback.__name__)
+        yield (*path, name.replace("_", "-"))
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
         yield from commands(inner.typer_instance, (*path, str(inner.name)))
