@@ -30,6 +30,8 @@ def type_name(annotation: object) -> str:
     """A field's type as a user writes it: ``float``, ``list[str]``, ``"a"`` or ``"b"``."""
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
+    if annotation is SecretStr:
+        return "`str`"
     if get_origin(annotation) is Annotated:
         return type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
