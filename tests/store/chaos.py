@@ -585,6 +585,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.store import chaos  # the module that the processes have, not a second one
+    # The module that the processes have, not a second one.
+    from tests.store import chaos  # noqa: PLW0406
 
     sys.exit(chaos.main())
