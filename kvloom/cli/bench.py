@@ -125,6 +125,36 @@ def quality(
     _run_on(work, json, log)
 
 
+@app.command()
+def store(
+    *,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write; default: the temporary directory.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1)] = 64,
+    parts: Annotated[int, typer.Option(min=1, help="Layers of a block.")] = 30,
+    part_bytes: Annotated[int, typer.Option(min=1)] = 98304,
+    threads: Annotated[int, typer.Option(min=1)] = 4,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    json: JsonOption = None,
+) -> None:
+    """Dumps, loads and lookups of the store against plain writes, reads and copies."""
+    from kvloom.bench import store as bench
+
+    _run(
+        lambda show: bench.run(
+            directory,
+            blocks=blocks,
+            parts=parts,
+            part_bytes=part_bytes,
+            threads=threads,
+            repeats=repeats,
+            progress=show,
+        ),
+        json,
+    )
+
+
 def _model(given: Path | None) -> Path:
     from kvloom.demo.model import DEFAULT_TARGET
 

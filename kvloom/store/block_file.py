@@ -27,7 +27,7 @@ from kvloom.store.block_format import (
     verify_parts,
 )
 
-_PIECE_BYTES = 512 * 1024
+_PIECE_BYTES = 256 * 1024
 _READ = (
     os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 )  # a FIFO in a block's place must not be waited for

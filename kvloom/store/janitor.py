@@ -243,7 +243,10 @@ class Janitor:
         queues = policy.queues()
         if queues:
             temporary = self._state.with_suffix(".tmp")  # under the lock: nobody else writes it
-            temporary.write_text(_Saved(at_ns=now, queues=queues).model_dump_json())
+            with open(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
+            ) as file:
+                file.write(_Saved(at_ns=now, queues=queues).model_dump_json())
             temporary.rename(self._state)
 
     def _remove(self, block: BlockFile, swept: Swept) -> bool:

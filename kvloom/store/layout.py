@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import socket
 import stat
@@ -28,6 +29,7 @@ PAGE = 4096
 _STALE_S = 3600.0
 _HOST = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
 _HEX = frozenset("0123456789abcdef")
+_BLOCK = re.compile(r"[0-9a-f]{32}\.kv")
 
 
 class BlockFile(NamedTuple):
@@ -101,8 +103,7 @@ def block_files(folder: Path) -> Iterator[Path]:
 
 
 def is_block(name: str) -> bool:
-    stem = name.removesuffix(SUFFIX)
-    return stem != name and len(stem) == 32 and _HEX.issuperset(stem)
+    return _BLOCK.fullmatch(name) is not None
 
 
 class Listing:

@@ -38,6 +38,7 @@ from kvloom.store.layout import (
     pages,
     temporary_path,
 )
+from kvloom.store.presence import MTIME_GRANULARITY_NS, Presence
 from kvloom.store.tasks import BatchTask
 from kvloom.store.threads import WorkerThreads
 from kvloom.store.watching import Announcer, Events
@@ -52,8 +53,6 @@ _CLOSE_S = 10.0
 _WARN_EVERY_S = 30.0
 # How exactly the time of the last use is known: what is used more often costs nothing more.
 _USED_GRANULARITY_NS = 1_000_000_000
-# A directory that changed this shortly before it was listed may change again without a new mtime.
-_MTIME_GRANULARITY_NS = 2_000_000_000
 
 
 class Posix(Store):
@@ -83,7 +82,9 @@ class Posix(Store):
     ) -> None:
         self.namespace = namespace
         self._folders = [root / namespace for root in roots]
+        self._presences = [Presence(folder) for folder in self._folders]
         self._durability = durability
+        self._ttl_s = ttl_s
         self._scan_every_s = scan_every_s
         self._readers = WorkerThreads("kvloom-read", threads)
         self._writers = WorkerThreads("kvloom-write", threads)
@@ -114,7 +115,10 @@ class Posix(Store):
         )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
+        if self._ttl_s is not None:  # ages are in the files
+            return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
+        found = [presence.present(keys) for presence in self._presences]
+        return found[0] if len(found) == 1 else [any(there) for there in zip(*found, strict=True)]
 
     def load(
         self,
@@ -449,7 +453,7 @@ class PosixWatcher(Watcher):
             }
         except OSError:
             return
-        if now - changed > _MTIME_GRANULARITY_NS:
+        if now - changed > MTIME_GRANULARITY_NS:
             self._listed[folder] = changed
         before = self._seen.get(folder, set())
         self._seen[folder] = names

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -45,7 +45,7 @@ DEADLINE_S = 10.0
 NOBODY = 65534
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload([__name__])
+processes.set_forkserver_preload(["tests.store.chaos"])  # or each process imports all of it
 
 HANGING_READS = """
 #include <dlfcn.h>
@@ -101,7 +101,8 @@ class CannotDoError(Exception):
 class Scene:
     """A store and what happens to it."""
 
-    def __init__(self, root: Path, outcome: Outcome, seed: int) -> None:
+    def __init__(self, root: Path, outcome: Outcome, seed: int, within_s: float) -> None:
+        self.ends = time.monotonic() + within_s
         self.root = root
         self.outcome = outcome
         self.random = random.Random(seed)
@@ -346,7 +347,7 @@ def be_nobody(root: Path, told: Connection) -> None:
     os.setuid(NOBODY)
     logging.disable()
     outcome = Outcome("")
-    scene = Scene(root, outcome, 0)
+    scene = Scene(root, outcome, 0, within_s=600.0)
     with scene.store() as store:
         while True:
             what, number = told.recv()
@@ -396,7 +397,14 @@ def hanging_reads(scene: Scene) -> None:
     hang = scene.root.with_suffix(".hang")
     environment = {**os.environ, "LD_PRELOAD": str(library), "KVLOOM_HANG": str(hang)}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, "--hang", str(scene.root), str(scene.outcome.rounds)],
+        [
+            sys.executable,
+            "-m",
+            "tests.store.chaos",
+            "--hang",
+            str(scene.root),
+            str(scene.outcome.rounds),
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -418,7 +426,7 @@ def hang_and_go_on(root: Path, rounds: int) -> None:
     logging.disable()
     hang = Path(os.environ["KVLOOM_HANG"])
     outcome = Outcome("", rounds)
-    scene = Scene(root, outcome, 0)
+    scene = Scene(root, outcome, 0, within_s=600.0)
     with scene.store() as store:
         for number in range(rounds):
             assert scene.dump(store, number)
@@ -482,12 +490,14 @@ FAULTS: dict[Callable[[Scene], None], int] = {
 }
 
 
-def run(fault: Callable[[Scene], None], rounds: int, seed: int = 0) -> Outcome:
-    """Do one kind of fault ``rounds`` times, in a directory of its own."""
+def run(
+    fault: Callable[[Scene], None], rounds: int, seed: int = 0, within_s: float = 600.0
+) -> Outcome:
+    """Do one kind of fault ``rounds`` times, if there is time, in a directory of its own."""
     outcome = Outcome((fault.__doc__ or "").strip().rstrip("."), rounds)
     folder = Path(tempfile.mkdtemp(prefix="kvloom-chaos-"))
     try:
-        fault(Scene(folder / "store", outcome, seed))
+        fault(Scene(folder / "store", outcome, seed, within_s))
     except CannotDoError as reason:
         outcome.skipped = str(reason)
     except Exception:  # noqa: BLE001  (whatever a store raises is counted as a death)
@@ -499,12 +509,17 @@ def run(fault: Callable[[Scene], None], rounds: int, seed: int = 0) -> Outcome:
 
 
 def track_rounds(scene: Scene) -> Iterator[int]:
+    """The rounds that there is time for."""
     console = Console(stderr=True)
-    rounds = range(scene.outcome.rounds)
-    if not console.is_terminal:
-        yield from rounds
-    else:
-        yield from track(rounds, scene.outcome.fault, console=console, transient=True)
+    rounds: Iterable[int] = range(scene.outcome.rounds)
+    if console.is_terminal:
+        rounds = track(rounds, scene.outcome.fault, console=console, transient=True)
+    scene.outcome.rounds = 0
+    for number in rounds:
+        if time.monotonic() > scene.ends:
+            break
+        yield number
+        scene.outcome.rounds += 1
 
 
 @contextmanager
@@ -534,13 +549,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=13.0, help="fewer rounds if it takes longer"
+    )
     parser.add_argument("--hang", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.hang:
         hang_and_go_on(Path(arguments.hang[0]), int(arguments.hang[1]))
         return 0
     logging.disable()  # the store's warnings are expected here
-    outcomes = [run(fault, rounds, arguments.seed) for fault, rounds in FAULTS.items()]
+    ends = time.monotonic() + 60 * arguments.minutes
+    outcomes = []
+    for done, (fault, rounds) in enumerate(FAULTS.items()):
+        share = (ends - time.monotonic()) / (len(FAULTS) - done)
+        outcomes.append(run(fault, rounds, arguments.seed, 3 * share))
     table = Table(title="What the store survives")
     table.add_column("fault")
     for heading in ("times", "wrong bytes", "deaths", "bytes lost", "recovery"):
@@ -563,4 +585,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The module that the processes have, not a second one.
+    from tests.store import chaos  # noqa: PLW0406
+
+    sys.exit(chaos.main())

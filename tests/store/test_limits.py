@@ -189,6 +189,16 @@ def test_queues_that_can_not_be_read_cost_their_memory_only(tmp_path: Path, garb
     store.close()
 
 
+def test_the_limits_own_files_are_private(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", limit_bytes=5 * FILE)
+    dump(store, [make_block(number) for number in range(10)])
+    store.close()
+    own = sorted((tmp_path / "store" / LIMITS).iterdir())
+    assert [path.name for path in own] == ["lock", "s3fifo.json", "usage"]
+    assert {path.stat().st_mode & 0o777 for path in own} == {0o600}
+    assert (tmp_path / "store" / LIMITS).stat().st_mode & 0o777 == 0o700
+
+
 def test_all_namespaces_share_the_limit(tmp_path: Path) -> None:
     """A new model's blocks take the place of an old one's that nobody uses any more."""
     old = opened(tmp_path, limit_bytes=10 * FILE)
