@@ -285,6 +285,23 @@ class MetadataContract:
         assert (await one.audit(NS)).free == 1
 
     @pytest.mark.anyio
+    async def test_v1_a_failed_rewrite_leaves_the_page_of_another_rank_to_its_writer(
+        self, store: MetadataStore
+    ) -> None:
+        for rank in range(2):
+            await store.initialize(NS, rank, 4, 2)
+        (torn,) = await save(store, ["k"], rank=0)
+        (grant,) = await store.allocate(NS, 1, "w", ["k"])
+        assert await store.release(NS, 0, "w", [Written("", torn.page, -1)]) == 1
+        await store.sweep()
+        others = await store.allocate(NS, 1, "other", names(4, "new"))
+        assert grant.page not in {answer.page for answer in others}
+        item = Written("k", grant.page, grant.generation)
+        assert await store.confirm(NS, 1, "w", [item]) == [True]
+        assert await store.exists(NS, ["k"]) == [False]
+        assert (await store.audit(NS)).leaked == 0
+
+    @pytest.mark.anyio
     async def test_v1_a_key_that_is_written_anew_is_not_evicted_meanwhile(
         self, one: MetadataStore
     ) -> None:

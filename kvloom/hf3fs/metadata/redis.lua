@@ -333,10 +333,11 @@ function operations.release(name, rank, writer, items)
       item[1] = known:match('^%d*:(.*)$')
     end
     local slot, record = slot_of(load(name, {item[1]}), at, item)
-    if slot and slot[CONFIRMED] and torn then
+    if slot and torn and record.done then
       cool(name, item[1], record)
       count = count + 1
-    elseif slot and not slot[CONFIRMED] and slot[WRITER] == writer then
+    elseif slot and (slot[CONFIRMED] and torn or not slot[CONFIRMED] and slot[WRITER] == writer) then
+      -- What is not complete nobody reads, and its other ranks' pages may be being written.
       free_slot(name, item[1], record, at)
       count = count + 1
     end

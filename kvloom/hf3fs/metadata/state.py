@@ -290,10 +290,12 @@ class Namespace:
         slots = {
             id(slot): slot for item in written if (slot := self._to_release(rank, writer, item))
         }
-        pending = [slot.page for slot in slots.values() if not slot.confirmed]
-        torn = [slot.key.name for slot in slots.values() if slot.key and slot.confirmed]
+        # What is not complete nobody reads, and its other ranks' pages may be being written.
+        torn = {slot.page: slot.key.name for slot in slots.values() if slot.key}
+        torn = {page: name for page, name in torn.items() if name in self._complete}
+        pending = [slot.page for slot in slots.values() if slot.page not in torn]
         operations: list[Operation] = [("free", rank, pending)] if pending else []
-        operations += [("cool", torn)] if torn else []
+        operations += [("cool", list(torn.values()))] if torn else []
         for operation in operations:
             self.apply(operation)
         return len(slots), operations
