@@ -224,10 +224,10 @@ class PreparedCase:
             positions=begins[owner] + mask[:, prompt:].sum(dim=1) - 1,
             mask=mask,
         )
-        parts = hidden.split([len(segment.tokens) for segment in self._segments])
+        ends = np.cumsum([len(segment.tokens) for segment in self._segments]).tolist()
         return [
-            self._model.log_probabilities(part[-len(segment.targets) :])
-            for part, segment in zip(parts, self._segments, strict=True)
+            self._model.log_probabilities(hidden[end - len(segment.targets) : end])
+            for end, segment in zip(ends, self._segments, strict=True)
         ]
 
     def _judge(self, read: list[Tensor], cost: float) -> Outcome:

@@ -38,9 +38,9 @@ class CacheModel:
 
         ALL_ATTENTION_FUNCTIONS.register("kvloom_bench", self._attend)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="kvloom_bench"
-        ).eval()
+        )
         config = self._model.config
         self.layers = int(config.num_hidden_layers)
         self.heads = int(config.num_key_value_heads)
@@ -104,7 +104,8 @@ class CacheModel:
     @torch.inference_mode()
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Of the next token, [tokens, vocabulary]."""
-        return self._model.lm_head(hidden).log_softmax(dim=-1)
+        logits: Tensor = self._model.lm_head(hidden)
+        return logits.log_softmax(dim=-1)
 
     def _attend(
         self,

@@ -54,6 +54,7 @@ _NOUNS = [
     "garden",
 ]
 _CODES_A_CASE = 4
+_PACKAGES = (".", "asyncio", "email", "http", "logging", "unittest")  # of the standard library
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def make_cases(tokenizer: Any, split: str, count: int) -> list[Case]:
     Raises:
         ValueError: there is not so much text.
     """
-    documents = {kind: _documents(kind, tokenizer) for kind in KINDS}
     first = SPLITS.index(split)
+    needed = 2 * len(SPLITS) * -(-count // len(KINDS))
+    documents = {kind: _documents(kind, tokenizer, needed) for kind in KINDS}
     cases = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
@@ -151,15 +153,15 @@ def _case(kind: str, text: list[int], other: list[int], tokenizer: Any, rng: ran
     return Case(kind, earlier, prompt, opening + tail, truth, seams, middles)
 
 
-def _documents(kind: str, tokenizer: Any) -> list[list[int]]:
-    """Token ids of documents of one kind, each ``_DOCUMENT`` long."""
+def _documents(kind: str, tokenizer: Any, most: int) -> list[list[int]]:
+    """Token ids of the first documents of one kind, each ``_DOCUMENT`` long."""
     texts = {"prose": _prose, "code": _code, "records": _records}[kind]()
     documents = []
     for text in texts:
         tokens = _tokens(tokenizer, text[: 16 * _DOCUMENT])
         if len(tokens) >= _DOCUMENT:
             documents.append(tokens[:_DOCUMENT])
-        if len(documents) == 200:
+        if len(documents) == most:
             break
     return documents
 
@@ -170,14 +172,12 @@ def _prose() -> Iterator[str]:
     texts = list(DOCUMENTS.values())
     for first, second in zip(texts[0::2], texts[1::2], strict=True):
         yield f"{first}\n\n{second}"
-    for name in sorted(topics):
-        paragraphs = topics[name].split("\n\n")
-        piece = ""
-        for paragraph in paragraphs:
-            piece += paragraph + "\n\n"
-            if len(piece) > 7 * _DOCUMENT:
-                yield piece
-                piece = ""
+    piece = ""
+    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) > 5.2 * _DOCUMENT:
+            yield piece
+            piece = ""
 
 
 def _code() -> Iterator[str]:
@@ -200,13 +200,14 @@ def _records() -> Iterator[str]:
                     "summary": text.partition("\n\n")[0].replace("\n", " "),
                 }
                 lines.append(json.dumps(record))
-        if sum(map(len, lines)) > 6 * _DOCUMENT:
+        if sum(map(len, lines)) > 4 * _DOCUMENT:
             yield "\n".join(lines)
             lines = []
 
 
 def _library() -> list[Path]:
-    return sorted(Path(ast.__file__).parent.glob("*.py"))
+    library = Path(ast.__file__).parent
+    return [path for part in _PACKAGES for path in sorted((library / part).glob("*.py"))]
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

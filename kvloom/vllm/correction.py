@@ -52,7 +52,8 @@ class Correction:
         return torch.as_tensor(total) / len(positions)
 
     def _slices(self, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
-        for where in torch.from_numpy(positions).split(_SLICE):
+        for first in range(0, len(positions), _SLICE):
+            where = torch.from_numpy(positions[first : first + _SLICE])
             slots = self._cache.slots(self._block_ids, where).to(self._cache.device)
             shape = self._cache.payload_shape(len(where))
             payload = torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)

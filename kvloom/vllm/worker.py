@@ -209,8 +209,9 @@ class BlendWorker:
     def _choose(self, plan: LoadPlan, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         end = plan.start + len(plan.token_ids)
         candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
-        wanted = plan.choose and candidates.size and isinstance(self._policy, LookingPolicy)
-        if self._engine is None or not wanted:
+        if self._engine is None or not isinstance(self._policy, LookingPolicy):
+            return _NOTHING
+        if not plan.choose or not candidates.size:
             return _NOTHING
         return self._engine.choose(
             self._policy,

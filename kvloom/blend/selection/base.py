@@ -80,7 +80,8 @@ class LayerView:
         scores = self.queries.float().transpose(0, 1) @ keys.transpose(1, 2)
         later = torch.arange(keys.shape[1], device=keys.device) > self.query_positions[:, None]
         scores = (scores / self.queries.shape[2] ** 0.5).masked_fill(later, float("-inf"))
-        return scores.softmax(dim=-1).sum(dim=(0, 1))[self.candidates]
+        weights: Tensor = scores.softmax(dim=-1).sum(dim=(0, 1))[self.candidates]
+        return weights
 
 
 class LookingPolicy(SelectionPolicy):

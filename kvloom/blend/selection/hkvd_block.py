@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from kvloom.blend.selection.hkvd import Hkvd
@@ -19,12 +18,11 @@ class HkvdBlock(Hkvd):
     """Few long groups instead of many short ones: attention kernels prefer them."""
 
     def choose(self, scores: Tensor, candidates: Tensor, count: int) -> npt.NDArray[np.int64]:
-        blocks, members, sizes = (candidates // _BLOCK).unique(
-            return_inverse=True, return_counts=True
-        )
-        sums = torch.zeros(len(blocks), device=scores.device).index_add_(0, members, scores.float())
-        order = (sums / sizes).argsort(descending=True)
-        fits = torch.zeros(len(blocks), dtype=torch.bool, device=scores.device)
-        fits[order] = sizes[order].cumsum(0) <= count
-        positions: npt.NDArray[np.int64] = candidates[fits[members]].cpu().numpy()
-        return positions
+        positions = candidates.cpu().numpy()
+        _, members, sizes = np.unique(positions // _BLOCK, return_inverse=True, return_counts=True)
+        means = np.bincount(members, weights=scores.cpu().numpy()) / sizes
+        order = np.argsort(-means, kind="stable")
+        fits = np.zeros(len(sizes), dtype=np.bool_)
+        fits[order] = np.cumsum(sizes[order]) <= count
+        chosen: npt.NDArray[np.int64] = positions[fits[members]]
+        return chosen
