@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -174,8 +174,8 @@ def _stage(
 ) -> tuple[Seconds, Seconds]:
     """A dump and a load of all blocks; what was loaded is compared."""
     keys = [header.key for header in headers]
-    payloads = [memoryview(array) for array in source]
-    buffers = [memoryview(array) for array in target]
+    payloads = [_view(array) for array in source]
+    buffers = [_view(array) for array in target]
     dumps, loads = Stopwatch(), Stopwatch()
     outcomes: list[bool] = []
     for _ in range(repeats + 1):
@@ -207,15 +207,19 @@ def _plain(
     return watch.seconds()
 
 
+def _view(data: Any) -> memoryview:
+    return memoryview(data)
+
+
 def _write(path: Path, data: Bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    assert os.pwritev(descriptor, [memoryview(data)], 0) == len(data)
+    assert os.pwritev(descriptor, [_view(data)], 0) == len(data)
     os.close(descriptor)
 
 
 def _read(path: Path, data: Bytes) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    assert os.preadv(descriptor, [memoryview(data)], 0) == len(data)
+    assert os.preadv(descriptor, [_view(data)], 0) == len(data)
     os.close(descriptor)
 
 
