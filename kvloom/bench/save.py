@@ -10,7 +10,7 @@ from pathlib import Path
 from kvloom.bench.prompts import PromptMaker
 from kvloom.bench.report import Report
 from kvloom.bench.ttft import Progress
-from kvloom.demo.engine import EngineUnderTest
+from kvloom.demo.engine import EngineUnderTest, blend_over
 
 MOST_OVERHEAD = 0.05
 _PAUSE_S = 1.5
@@ -33,8 +33,8 @@ def run(model: Path, tokens: int, prompts: int, progress: Progress) -> Report:
     for number, kind in enumerate(_ORDER, 1):
         progress(f"engine {number} of {len(_ORDER)}, {kind}")
         with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as store:
-            where = Path(store) if kind == "saving" else None
-            engine = EngineUnderTest(model, where, max_model_len=tokens + 128)
+            transfer = blend_over(Path(store)) if kind == "saving" else None
+            engine = EngineUnderTest(model, transfer, max_model_len=tokens + 128)
             maker = PromptMaker(engine.tokenizer, budget=(2 * prompts + 1) * tokens)
             engine.ask(maker.take(tokens))  # the first long one pays for first-touched memory
             apart, busy = [], []

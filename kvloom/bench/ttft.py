@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvloom.bench.prompts import PromptMaker
 from kvloom.bench.report import Report
-from kvloom.demo.engine import EngineUnderTest, Reply
+from kvloom.demo.engine import EngineUnderTest, Reply, blend_over
 
 Progress = Callable[[str], None]
 
@@ -34,7 +34,7 @@ def run(model: Path, sizes: Sequence[int], repeats: int, progress: Progress) -> 
     longest = max(sizes) + 256
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as store:
         progress("starting the first engine")
-        first = EngineUnderTest(model, Path(store), max_model_len=longest)
+        first = EngineUnderTest(model, blend_over(Path(store)), max_model_len=longest)
         maker = PromptMaker(first.tokenizer, budget=6 * sum(sizes))
         # Shortly behind a block border: vLLM always computes the block that its own hit ends in,
         # and prompts that end on a border would make it look slower than it is.
@@ -49,7 +49,7 @@ def run(model: Path, sizes: Sequence[int], repeats: int, progress: Progress) -> 
             own[size] = _median([first.ask(case.prompt, salt="exact") for _ in range(repeats)])
         first.stop()
         progress("starting a fresh engine")
-        fresh = EngineUnderTest(model, Path(store), max_model_len=longest)
+        fresh = EngineUnderTest(model, blend_over(Path(store)), max_model_len=longest)
         for size, case in cases.items():
             progress(f"{size} tokens: exact prefix and blend in the fresh engine")
             exact = fresh.ask(case.prompt, salt="exact")

@@ -54,6 +54,20 @@ def save(
 
 
 @app.command()
+def hf3fs(
+    sizes: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048",
+    model: ModelOption = None,
+    json: JsonOption = None,
+    log: LogOption = DEFAULT_LOG,
+) -> None:
+    """Time to first token: cold, and from another engine's pages."""
+    from kvloom.bench import hf3fs as bench
+
+    lengths = [int(size) for size in sizes.split(",")]
+    _run(lambda show: bench.run(_model(model), lengths, show), json, log)
+
+
+@app.command()
 def match(
     chunks: Annotated[int, typer.Option(help="Chunks in the index.")] = 1_000_000,
     tokens: Annotated[int, typer.Option(help="Prompt length.")] = 32768,

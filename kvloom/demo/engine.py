@@ -40,30 +40,31 @@ class Reply:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
+def blend_over(store: Path) -> dict[str, Any]:
+    """``--kv-transfer-config`` of a BlendConnector over a store directory."""
+    return {
+        "kv_connector": "BlendConnector",
+        "kv_connector_module_path": "kvloom.vllm.blend_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"storage_backends": str(store)},
+    }
+
+
 class EngineUnderTest:
-    """vLLM on this machine, with or without kvloom."""
+    """vLLM on this machine; ``transfer`` is its ``--kv-transfer-config``."""
 
     def __init__(
         self,
         model: Path,
-        store: Path | None,
+        transfer: dict[str, Any] | None,
         *,
         max_model_len: int = 8192,
-        extra: dict[str, Any] | None = None,
     ) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = None
-        if store is not None:
-            transfer = KVTransferConfig(
-                kv_connector="BlendConnector",
-                kv_connector_module_path="kvloom.vllm.blend_connector",
-                kv_role="kv_both",
-                kv_connector_extra_config={"storage_backends": str(store), **(extra or {})},
-            )
         self._llm = LLM(
             str(model),
             dtype="float32",
@@ -74,7 +75,7 @@ class EngineUnderTest:
             # What vLLM chooses with a connector. Without one it would run in one process with
             # half the threads, and every comparison would flatter kvloom.
             distributed_executor_backend="mp",
-            kv_transfer_config=transfer,
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None,
         )
         self.tokenizer = self._llm.get_tokenizer()
         self.ask(list(range(100, 140)), max_tokens=2, salt="warm-up")

@@ -21,7 +21,7 @@ from kvloom.demo.documents import (
     documents_for,
     pick_questions,
 )
-from kvloom.demo.engine import EngineUnderTest, Reply
+from kvloom.demo.engine import EngineUnderTest, Reply, blend_over
 from kvloom.demo.picture import render_blend
 
 COLD, VLLM, EXACT, BLEND = "cold", "vLLM prefix cache", "exact prefix", "blend"
@@ -74,7 +74,7 @@ def run(model: Path, questions: int, progress: Callable[[str], None]) -> list[Ro
     """
     with tempfile.TemporaryDirectory(prefix="kvloom-demo-") as store:
         progress("starting the first engine (20 s)")
-        first = EngineUnderTest(model, Path(store))
+        first = EngineUnderTest(model, blend_over(Path(store)))
         writer = PromptWriter(first.tokenizer)
         _read(first, writer, progress)
         rounds = []
@@ -87,7 +87,7 @@ def run(model: Path, questions: int, progress: Callable[[str], None]) -> list[Ro
             rounds.append(Round(prompt, replies))
         first.stop()
         progress("starting a fresh engine on the same store (20 s)")
-        fresh = EngineUnderTest(model, Path(store))
+        fresh = EngineUnderTest(model, blend_over(Path(store)))
         for number, answered in enumerate(rounds, 1):
             for way, salt in ((EXACT, f"question {number}"), (BLEND, _READERS)):
                 progress(f"fresh engine, question {number} of {questions}: {way}")
