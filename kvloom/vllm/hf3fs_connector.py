@@ -146,7 +146,7 @@ class HF3FSKVConnector(KvloomConnector):
             if plan.last:
                 self._finished_saves.add(plan.request_id)
             if self._transfers is None or self._failed_blocks.intersection(plan.block_ids):
-                self._report.dropped += plan.keys
+                self._report.lost += plan.keys
             else:
                 self._transfers.save(plan)
 
@@ -156,9 +156,11 @@ class HF3FSKVConnector(KvloomConnector):
         loads = set(self._report.failed_loads)
         for plan, failed in self._transfers.take_finished_loads() if self._transfers else ():
             loads.add(plan.request_id)
-            self._failed_blocks |= failed
             if failed:
+                self._failed_blocks |= failed
                 self._report.failed_loads.add(plan.request_id)
+                pairs = zip(plan.keys, plan.block_ids, strict=False)  # a failed plan has no keys
+                self._report.lost += [key for key, block in pairs if block in failed]
         return saves or None, loads or None
 
     @guarded(set)
@@ -170,8 +172,8 @@ class HF3FSKVConnector(KvloomConnector):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report, self._report = self._report, Hf3fsReport()
         if self._transfers is not None:
-            report.dropped += self._transfers.take_dropped()
-        return report if report.failed_loads or report.dropped or report.obstacle else None
+            report.lost += self._transfers.take_dropped()
+        return report if report.failed_loads or report.lost or report.obstacle else None
 
     def _fail(self, plan: BlockPlan) -> None:
         self._failed_blocks.update(plan.block_ids)

@@ -37,12 +37,12 @@ class Hf3fsReport(KVConnectorWorkerMetadata):
 
     Attributes:
         failed_loads: requests of which a block did not come.
-        dropped: keys that were not saved.
+        lost: keys that were not saved, or could not be loaded: they may be saved anew.
         obstacle: why nothing can be stored or loaded here.
     """
 
     failed_loads: set[str] = field(default_factory=set)
-    dropped: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     obstacle: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -50,6 +50,6 @@ class Hf3fsReport(KVConnectorWorkerMetadata):
             return self
         return Hf3fsReport(
             self.failed_loads | other.failed_loads,
-            self.dropped + other.dropped,
+            self.lost + other.lost,
             self.obstacle or other.obstacle,
         )

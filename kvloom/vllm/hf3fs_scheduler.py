@@ -146,7 +146,7 @@ class Hf3fsScheduler:
             if report.obstacle is not None and (self._loads or self._saves):
                 self._loads = self._saves = False
                 logger.warning("kvloom is off: %s", report.obstacle)
-            for key in report.dropped:
+            for key in report.lost:
                 self._stored.pop(key, None)
             for request_id in report.failed_loads & self._states.keys():
                 self._states[request_id].gave_up = True

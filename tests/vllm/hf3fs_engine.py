@@ -22,7 +22,9 @@ ANSWER = 4
 class Hf3fsEngine:
     """An in-process engine; ``ask`` empties vLLM's own prefix cache first."""
 
-    def __init__(self, model: str, folder: str, url: str, **engine: Any) -> None:
+    def __init__(
+        self, model: str, folder: str, url: str, max_model_len: int = 1024, **engine: Any
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         from vllm import LLM
@@ -33,7 +35,7 @@ class Hf3fsEngine:
             model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=4096,
+            max_model_len=max_model_len,
             kv_transfer_config=transfer,
             **engine,
         )
@@ -216,7 +218,7 @@ def crowd(engine: Hf3fsEngine) -> dict[str, Any]:
 def main() -> None:
     what, model, folder, url, service = sys.argv[1:]
     if what == "crowd":
-        result = crowd(Hf3fsEngine(model, folder, url, num_gpu_blocks_override=24, max_num_seqs=8))
+        result = crowd(Hf3fsEngine(model, folder, url, num_gpu_blocks_override=20, max_num_seqs=8))
     else:
         result = scenarios(Hf3fsEngine(model, folder, url), int(service), Path(folder))
     print("RESULT" + json.dumps(result), flush=True)
