@@ -33,7 +33,7 @@ test: lint $(MODEL)/config.json  ## Lint, check types and layers, then run all t
 
 .PHONY: chaos
 chaos: $(INSTALLED)  ## Harm a store in every way, at length, and count what it did not survive (15 minutes at most).
-	@timeout 900 $(BIN)/python -m tests.store.chaos
+	@timeout 900 $(BIN)/python -m tests.chaos
 
 .PHONY: lint
 lint: $(INSTALLED)  ## Lint, formatting, types, layers.

@@ -18,12 +18,16 @@ from kvloom.bench.report import Report
 from kvloom.store.base import BlockHeader, Store
 from kvloom.store.block_format import checksum
 from kvloom.store.cache import Cache
+from kvloom.store.catalog import IndexFeeder
 from kvloom.store.posix import Posix
 from kvloom.store.presence import MTIME_GRANULARITY_NS
+from kvloom.tokens.index import ChunkIndex
 
 _NAMESPACE = "0" * 32
 _DEADLINE_S = 60.0
 _LOOKUPS = 10_000
+_TOKENS = 64
+_POLL_S = 1.0
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -128,6 +132,8 @@ def run(
         )
         progress(f"lookup of {_LOOKUPS:,} keys")
         _lookups(report, root / "lookups", threads, repeats)
+        progress("index of the same blocks")
+        _index(report, root / "lookups", threads)
     part = memoryview(source[0][:part_bytes].tobytes())
     hash_s = _median(lambda: [checksum(part) for _ in range(256)], repeats)
     speed = 256 * part_bytes / 1e9 / hash_s.cpu
@@ -143,7 +149,7 @@ def _header(number: int, part_sizes: tuple[int, ...]) -> BlockHeader:
         scope=bytes(16),
         position=0,
         generation=0,
-        token_ids=np.arange(64, dtype=np.int32),
+        token_ids=np.random.default_rng(number).integers(0, 50_000, _TOKENS, dtype=np.int32),
         part_sizes=part_sizes,
         created_ns=time.time_ns(),
     )
@@ -248,6 +254,31 @@ def _lookups(report: Report, root: Path, threads: int, repeats: int) -> None:
         report.at_most(f"store.lookup_10000_{name}_ms", 1e3 * seconds.wall, "ms", 10.0)
         report.add(f"store.lookup_10000_{name}_cpu_ms", 1e3 * seconds.cpu, "ms")
     store.close()
+
+
+def _index(report: Report, root: Path, threads: int) -> None:
+    """How fast a starting engine's index is filled, and when it knows what another one wrote."""
+    store = Posix(_NAMESPACE, [root], "none", threads, scan_every_s=_POLL_S)
+    index = ChunkIndex(_TOKENS)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    feeder = IndexFeeder(store, index, _POLL_S)
+    assert feeder.wait_ready(_DEADLINE_S)
+    report.add("store.index_chunks_per_s", len(index) / (time.perf_counter() - began), "/s")
+    cpu_us = 1e6 * (time.process_time() - cpu_began) / len(index)
+    report.add("store.index_cpu_us_a_chunk", cpu_us, "us")
+    other = Posix(_NAMESPACE, [root], "none", threads)
+    watch = Stopwatch()
+    for number in range(_LOOKUPS, _LOOKUPS + 4):
+        assert all(other.dump([_header(number, (1,))], [memoryview(b"x")]).wait(_DEADLINE_S))
+
+        def until_known(chunks: int = number + 1) -> None:
+            while len(index) < chunks:
+                time.sleep(0.002)
+
+        watch.time(until_known)
+    report.add("store.index_other_engine_ms", 1e3 * watch.seconds().wall, "ms")
+    for each in (feeder, store, other):
+        each.close()
 
 
 def _median(work: Callable[[], object], repeats: int) -> Seconds:
