@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvloom.hf3fs.metadata.base import Limits, Location, Status, Written
 from kvloom.hf3fs.metadata.state import Namespace, Operation
 
-PAGES = 4
+PAGES = 3
 LIMITS = Limits(write_lease_s=10.0, read_lease_s=4.0)
-keys_ = st.lists(st.sampled_from([f"k{i}" for i in range(8)]), min_size=1, max_size=4, unique=True)
+keys_ = st.lists(st.sampled_from([f"k{i}" for i in range(6)]), min_size=2, max_size=4, unique=True)
 writers = st.sampled_from(["a", "b"])
 
 
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
                 self.journal += [
                     self.state.describe(rank, first, 2) for first in range(0, PAGES, 2)
                 ]
-        names = [f"k{i}" for i in range(8)]
+        names = [f"k{i}" for i in range(6)]
         before = [self.state.locations(rank, names) for rank in range(self.world)]
         audit = self.state.audit()
         self.state = self.new(self.now + LIMITS.read_lease_s)
