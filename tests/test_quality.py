@@ -28,7 +28,9 @@ def splits() -> dict[str, list[Case]]:
 
 
 def windows(case: Case, width: int = 40) -> set[tuple[int, ...]]:
-    return {tuple(case.prompt[at : at + width]) for at in range(len(case.prompt) - width)}
+    """Stretches of a prompt, but for rulers and indentation."""
+    parts = {tuple(case.prompt[at : at + width]) for at in range(len(case.prompt) - width)}
+    return {part for part in parts if len(set(part)) > width // 2}
 
 
 def test_there_are_42_prompts_of_three_kinds_and_about_a_thousand_tokens(

@@ -173,7 +173,8 @@ def _prose() -> Iterator[str]:
     for first, second in zip(texts[0::2], texts[1::2], strict=True):
         yield f"{first}\n\n{second}"
     piece = ""
-    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+    paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    for paragraph in dict.fromkeys(paragraphs):  # some topics repeat others
         piece += paragraph + "\n\n"
         if len(piece) > 5.2 * _DOCUMENT:
             yield piece
