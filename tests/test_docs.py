@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import KvloomConfig
+from kvloom.config import Hf3fsConfig, KvloomConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,7 +21,7 @@ def test_the_configuration_page_is_made_from_the_types(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(copy)], check=True, cwd=ROOT)
     made = (tmp_path / "configuration.md").read_text()
     assert (ROOT / "docs" / "configuration.md").read_text() == made
-    for name, field in KvloomConfig.model_fields.items():
+    for name, field in [*KvloomConfig.model_fields.items(), *Hf3fsConfig.model_fields.items()]:
         assert f"`{name}`" in made
         assert field.description, f"{name} has no description"
 
@@ -36,6 +36,6 @@ def test_links_lead_to_files_that_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_named_in_the_docs_exist(page: Path) -> None:
     """A renamed key must not live on in the docs' examples."""
-    known = set(KvloomConfig.model_fields)
+    known = set(KvloomConfig.model_fields) | set(Hf3fsConfig.model_fields)
     for example in re.findall(r'"kv_connector_extra_config": \{([^}]*)\}', page.read_text()):
         assert set(re.findall(r'"(\w+)":', example)) <= known
