@@ -90,21 +90,22 @@ class Case:
 def make_cases(tokenizer: Any, split: str, count: int) -> list[Case]:
     """``count`` cases, the kinds in turn.
 
-    Documents of the two splits are disjoint, so are the documents of two cases.
+    No two cases are of one document. What stood around a chunk in an earlier prompt is of a
+    document of the other split.
 
     Raises:
         ValueError: there is not so much text.
     """
     first = SPLITS.index(split)
-    needed = 2 * len(SPLITS) * -(-count // len(KINDS))
+    needed = len(SPLITS) * -(-count // len(KINDS))
     documents = {kind: _documents(kind, tokenizer, needed) for kind in KINDS}
     cases = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         index = number // len(KINDS) * len(SPLITS) + first
-        if 2 * index + 1 >= len(documents[kind]):
-            raise ValueError(f"there is text for {number} prompts, not for {count}")
-        text, other = documents[kind][2 * index : 2 * index + 2]
+        if len(documents[kind]) < needed:
+            raise ValueError(f"there is too little text for {count} prompts")
+        text, other = documents[kind][index], documents[kind][index ^ 1]
         rng = random.Random(f"{kind} {index}")
         cases.append(_case(kind, text, other, tokenizer, rng))
     return cases
