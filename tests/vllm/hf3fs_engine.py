@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .engines import transfer_config_hf3fs
+from .soak import VOCABULARY, make_tiny_model
 
 ANSWER = 4
 
@@ -56,6 +57,7 @@ class Hf3fsEngine:
         params = SamplingParams(
             temperature=0,
             max_tokens=tokens,
+            detokenize=False,
             ignore_eos=True,
             extra_args={"kv_transfer_params": {"kvloom_report": True}},
         )
@@ -194,23 +196,42 @@ def abort_in_every_phase(engine: Hf3fsEngine, prompt: list[int]) -> int:
     return int(pool.num_gpu_blocks - pool.get_num_free_blocks())
 
 
+def count_preemptions(engine: Hf3fsEngine) -> list[str]:
+    preempted: list[str] = []
+    preempt = engine.core.scheduler._preempt_request
+
+    def preempt_and_count(request: Any, *args: Any, **more: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **more)
+
+    engine.core.scheduler._preempt_request = preempt_and_count
+    return preempted
+
+
 def crowd(engine: Hf3fsEngine) -> dict[str, Any]:
     """200 requests of all kinds through a cache so small that they are preempted."""
     chooser = random.Random(7)
-    documents = [text(100 + i, chooser.randrange(130, 400)) for i in range(6)]
-    prompts = []
-    for number in range(200):
-        opening = documents[chooser.randrange(6)] if chooser.random() < 0.7 else []
-        prompts.append(opening + text(200 + number, chooser.randrange(1, 60)))
-    together = engine.ask(*prompts, tokens=6)
-    again = engine.ask(*prompts, tokens=6)
+
+    def tokens(count: int) -> list[int]:
+        return [chooser.randrange(2, VOCABULARY) for _ in range(count)]
+
+    documents = [tokens(chooser.randrange(40, 200)) for _ in range(6)]
+    prompts = [
+        (chooser.choice(documents) if chooser.random() < 0.7 else [])
+        + tokens(chooser.randrange(1, 60))
+        for _ in range(200)
+    ]
+    preempted = count_preemptions(engine)
+    together = engine.ask(*prompts, tokens=40)
+    again = engine.ask(*prompts, tokens=40)
     sample = chooser.sample(range(200), 12)
-    alone = [engine.cold(prompts[i], tokens=6)[0]["tokens"] for i in sample]
+    alone = [engine.cold(prompts[i], tokens=40)[0]["tokens"] for i in sample]
     return {
         "alone": alone,
         "together": [together[i]["tokens"] for i in sample],
         "again": [again[i]["tokens"] for i in sample],
         "hits": sum(answer["exact"] > 0 for answer in again),
+        "preempted": len(preempted),
         "left": engine.left,
     }
 
@@ -218,7 +239,19 @@ def crowd(engine: Hf3fsEngine) -> dict[str, Any]:
 def main() -> None:
     what, model, folder, url, service = sys.argv[1:]
     if what == "crowd":
-        result = crowd(Hf3fsEngine(model, folder, url, num_gpu_blocks_override=20, max_num_seqs=8))
+        tiny = Path(folder) / "model"
+        make_tiny_model(tiny)
+        result = crowd(
+            Hf3fsEngine(
+                str(tiny),
+                folder,
+                url,
+                skip_tokenizer_init=True,
+                block_size=32,
+                num_gpu_blocks_override=34,
+                max_num_seqs=16,
+            )
+        )
     else:
         result = scenarios(Hf3fsEngine(model, folder, url), int(service), Path(folder))
     print("RESULT" + json.dumps(result), flush=True)

@@ -126,4 +126,5 @@ def test_a_crowd_in_a_tiny_cache(model: Path, service: ServiceProcess, tmp_path:
     assert result["together"] == result["alone"]
     assert result["again"] == result["alone"]
     assert result["hits"] > 100
+    assert result["preempted"] > 0
     assert result["left"] == {"requests": 0, "loads": 0, "saves": 0, "promised": 0}
