@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
+import contextlib
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.bench.prompts import PromptMaker
 from kvloom.bench.report import Report
+from kvloom.bench.services import running_service, serve_metadata
+from kvloom.bench.ttft import Progress
 from kvloom.demo.engine import EngineUnderTest
 
-Progress = Callable[[str], None]
-
 _PAST_BORDER = 16
-_START_S = 60.0
-_SAVED_S = 30.0
 HIT_SPEEDUP = {2048: 10.0}
 
 
@@ -34,14 +26,17 @@ def run(model: Path, sizes: Sequence[int], progress: Progress) -> Report:
         sizes: prompt lengths in tokens, but for the 16 that each is longer.
     """
     report = Report(f"HF3FSKVConnector, {model.name}, float32")
-    with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as folder, _service(folder) as url:
+    with contextlib.ExitStack() as up:
+        folder = Path(up.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-bench-")))
+        state, log = folder / "metadata.db", folder / "metadata.log"
+        port, _ = up.enter_context(running_service(lambda port: serve_metadata(state, port), log))
         transfer = {
             "kv_connector": "HF3FSKVConnector",
             "kv_connector_module_path": "kvloom.vllm.hf3fs_connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "hf3fs_storage_path": folder,
-                "hf3fs_metadata_server_url": url,
+                "hf3fs_storage_path": str(folder),
+                "hf3fs_metadata_server_url": f"http://127.0.0.1:{port}",
                 "hf3fs_io": "posix",
             },
         }
@@ -67,32 +62,3 @@ def run(model: Path, sizes: Sequence[int], progress: Progress) -> Report:
             report.at_least(f"{name}.speedup", speedup, "x", HIT_SPEEDUP.get(size))
         fresh.stop()
     return report
-
-
-@contextmanager
-def _service(folder: str) -> Iterator[str]:
-    """A metadata service on a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    state = Path(folder) / "metadata.db"
-    command = [sys.executable, "-m", "kvloom.cli.main", "serve-metadata"]
-    process = subprocess.Popen([*command, "--port", str(port), "--state", str(state)])
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_healthy(url, process)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(_SAVED_S)
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    ends = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < ends:
-        try:
-            urllib.request.urlopen(f"{url}/healthz", timeout=1).close()
-            return
-        except (urllib.error.URLError, TimeoutError):
-            time.sleep(0.1)
-    raise RuntimeError("the metadata service did not start; see what it printed")

@@ -13,7 +13,6 @@ import json
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvloom.bench.report import Report
+from kvloom.bench.services import running_service, serve_metadata
 from kvloom.bench.ttft import Progress
 
 LEAST_RATIO = 5.0
@@ -30,7 +30,6 @@ _PAGES = 100_000
 _CLIENTS = (1, 16)
 _LOOKUP_S = 0.6
 _WRITES = {1: 40, 16: 160}  # batches in a round
-_START_S = 120.0
 
 # Without its access log, which would cost it a tenth.
 _VLLM = """
@@ -63,7 +62,7 @@ def run(rounds: int, progress: Progress) -> Report:
     ):
         progress("starting the services")
         services = {
-            name: up.enter_context(_service(command, Path(folder) / f"{name}.log"))
+            name: up.enter_context(running_service(command, Path(folder) / f"{name}.log"))
             for name, command in _commands(Path(folder)).items()
         }
         for port, _ in services.values():
@@ -114,37 +113,14 @@ def _commands(folder: Path) -> dict[str, Callable[[int], list[str]]]:
     """Ours twice: the default durability, and one that outlives power cuts."""
 
     def ours(durability: str) -> Callable[[int], list[str]]:
-        serve = [sys.executable, "-m", "kvloom.cli.main", "serve-metadata"]
-        state = ["--state", str(folder / f"{durability}.db"), "--durability", durability]
-        return lambda port: [*serve, *state, "--port", str(port)]
+        state = folder / f"{durability}.db"
+        return lambda port: serve_metadata(state, port, "--durability", durability)
 
     return {
         "vllm": lambda port: [sys.executable, "-c", _VLLM, str(port)],
         "kvloom": ours("process"),
         "kvloom_disk": ours("disk"),
     }
-
-
-@contextlib.contextmanager
-def _service(command: Callable[[int], list[str]], log: Path) -> Iterator[tuple[int, int]]:
-    """Its port and process id."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command(port), stdout=out, stderr=out)
-    try:
-        end = time.monotonic() + _START_S
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{' '.join(command(port))} did not start: {log.read_text()}")
-            time.sleep(0.1)
-        yield port, process.pid
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _round(port: int, pid: int, round_: int, clients: int) -> dict[str, Run]:

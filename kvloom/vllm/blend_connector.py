@@ -38,7 +38,6 @@ from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -177,16 +176,6 @@ class BlendConnector(KvloomConnector):
 
     # Scheduler side
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
-
-    @guarded(lambda: None)
-    def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
-            self._scheduler.add(request)
-
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -194,16 +183,6 @@ class BlendConnector(KvloomConnector):
         if self._scheduler is None:
             return 0, False
         return self._scheduler.match(request, num_computed_tokens), False
-
-    @guarded(lambda: None)
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        if self._scheduler is None:
-            return
-        if num_external_tokens > 0:
-            self._promised.add(request.request_id)
-        self._scheduler.admit(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
@@ -227,14 +206,6 @@ class BlendConnector(KvloomConnector):
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
-
-    @guarded(lambda: (False, None))
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is None:
-            return False, None
-        return self._scheduler.finish(request)
 
     # Both sides
 

@@ -1,10 +1,10 @@
-"""What both connectors share: hooks that never raise, and those in which nothing is to be done."""
+"""What both connectors share: hooks that never raise, and those that are the same in both."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -21,6 +21,8 @@ from kvloom.vllm.paged_cache import PagedCache
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -45,8 +47,27 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
     return decorate
 
 
+class SchedulerSide(Protocol):
+    """What a connector's scheduler side does for the life of a request."""
+
+    def bind(self, kv_cache_manager: Any) -> None: ...
+
+    def add(self, request: Any) -> None: ...
+
+    def admit(self, request: Any, num_external_tokens: int) -> None: ...
+
+    def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]: ...
+
+
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
-    """The base of the connectors; ``_promised`` are requests that count on tokens from us."""
+    """The base of the connectors.
+
+    Attributes:
+        _scheduler: set on the engine's scheduler, if kvloom is not off.
+        _promised: requests that count on tokens from us.
+    """
+
+    _scheduler: SchedulerSide | None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -62,6 +83,8 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         """A dropped save is a later miss and no lost hand-off: a preempted request may finish."""
         return False
 
+    # Worker side
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no layer is loaded while the forward runs."""
 
@@ -73,6 +96,36 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,
     ) -> None:
         """Nothing: all layers are saved after the forward."""
+
+    # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.add(request)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is None:
+            return
+        if num_external_tokens > 0:
+            self._promised.add(request.request_id)
+        self._scheduler.admit(request, num_external_tokens)
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finish(request)
 
 
 def why_off(kv_cache_config: KVCacheConfig) -> str | None:
