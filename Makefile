@@ -35,6 +35,10 @@ test: lint $(MODEL)/config.json  ## Lint, check types and layers, then run all t
 chaos: $(INSTALLED)  ## Harm a store in every way, at length, and count what it did not survive (15 minutes at most).
 	@timeout 900 $(BIN)/python -m tests.chaos
 
+.PHONY: soak
+soak: $(INSTALLED)  ## Send 10,000 requests of all kinds to a tiny engine, and look for what they leave (15 minutes).
+	@KVLOOM_TEST_REQUESTS=10000 $(BIN)/pytest -s tests/vllm/test_soak.py
+
 .PHONY: lint
 lint: $(INSTALLED)  ## Lint, formatting, types, layers.
 	@$(BIN)/ruff check .

@@ -115,6 +115,13 @@ class KvloomConfig(_ExtraConfig):
     min_blend_tokens: int = Field(
         256, ge=1, description="Never blend to save fewer tokens than this."
     )
+    min_gain: float | None = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Part of a prompt's prefill time that loading and recomputing must save, by "
+        "rates learned from what runs; else vLLM computes it. `null`: reuse whatever it costs.",
+    )
 
     # Blending
     blend: bool = Field(
@@ -143,6 +150,14 @@ class KvloomConfig(_ExtraConfig):
     )
     recompute_boundary: int = Field(
         2, ge=0, description="Tokens computed anew at both ends of partial matches and runs."
+    )
+    blend_async: bool = Field(
+        True,
+        description="While other requests run, fill a new one's KV between their steps, in slices, "
+        "if it is more than one slice.",
+    )
+    blend_tokens_per_step: int = Field(
+        512, ge=16, description="Tokens computed in such a slice at most."
     )
     rope_theta: float | None = Field(
         None, gt=0, description="Checked against the model's; default: the model's."

@@ -40,6 +40,20 @@ def ttft(
 
 
 @app.command()
+def decode(
+    tokens: Annotated[int, typer.Option(help="Length of the prompt that arrives.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    model: ModelOption = None,
+    json: JsonOption = None,
+    log: LogOption = DEFAULT_LOG,
+) -> None:
+    """Times between tokens of four requests while a long prompt arrives: read, or blended."""
+    from kvloom.bench import decode as bench
+
+    _run(lambda show: bench.run(_model(model), tokens, repeats, show), json, log)
+
+
+@app.command()
 def save(
     tokens: Annotated[int, typer.Option(help="Prompt length.")] = 2048,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each engine.")] = 7,

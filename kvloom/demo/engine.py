@@ -40,18 +40,23 @@ class Reply:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def blend_over(store: Path) -> dict[str, Any]:
+def blend_over(store: Path, **extra: Any) -> dict[str, Any]:
     """``--kv-transfer-config`` of a BlendConnector over a store directory."""
     return {
         "kv_connector": "BlendConnector",
         "kv_connector_module_path": "kvloom.vllm.blend_connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"storage_backends": str(store)},
+        "kv_connector_extra_config": {"storage_backends": str(store), **extra},
     }
 
 
 class EngineUnderTest:
-    """vLLM on this machine; ``transfer`` is its ``--kv-transfer-config``."""
+    """vLLM on this machine.
+
+    Args:
+        transfer: its ``--kv-transfer-config``.
+        max_step_tokens: of a step at most; default: a whole prompt.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class EngineUnderTest:
         transfer: dict[str, Any] | None,
         *,
         max_model_len: int = 8192,
+        max_step_tokens: int | None = None,
     ) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -70,7 +76,7 @@ class EngineUnderTest:
             dtype="float32",
             enforce_eager=True,
             max_model_len=max_model_len,
-            max_num_batched_tokens=max_model_len,
+            max_num_batched_tokens=max_step_tokens or max_model_len,
             disable_log_stats=False,
             # What vLLM chooses with a connector. Without one it would run in one process with
             # half the threads, and every comparison would flatter kvloom.
@@ -103,6 +109,29 @@ class EngineUnderTest:
             found=output.num_cached_tokens or 0,
             figures=(output.kv_transfer_params or {}).get("kvloom", {}),
         )
+
+    def submit(
+        self, name: str, prompt: Sequence[int], max_tokens: int, salt: str | None = None
+    ) -> None:
+        """Give the engine a request; ``step`` tells what becomes of it."""
+        from vllm import SamplingParams
+
+        request: Any = {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            request["cache_salt"] = salt
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self._llm.llm_engine.add_request(name, request, params)
+
+    def step(self) -> dict[str, int]:
+        """Wait for the engine's next step; how many tokens each request that got one now has."""
+        outputs: list[Any] = self._llm.llm_engine.step()
+        return {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests, and step until the engine has none left."""
+        self._llm.llm_engine.abort_request(list(names))
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._llm.llm_engine.step()
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache; kvloom's store stays."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,18 @@ class StoreContract:
         seen = dict(store.load(keys, [None] * len(keys), buffers).as_completed(DEADLINE_S))
         assert seen == {**dict.fromkeys(range(20), True), 20: False}
         assert [bytes(b) for b in buffers[:20]] == [bytes(payload) for _, payload in blocks]
+
+    def test_blocks_are_reported_also_where_check_saw_them_first(self, store: Store) -> None:
+        """A caller that must not wait asks ``check`` first, then for the entries."""
+        blocks = [make_block(i) for i in range(5)]
+        dump(store, blocks)
+        keys = [header.key for header, _ in blocks] + [make_block(99)[0].key]
+        buffers = [memoryview(bytearray(PARTS * PART)) for _ in keys]
+        task = store.load(keys, [None] * len(keys), buffers)
+        ends = time.monotonic() + DEADLINE_S
+        while not task.check() and time.monotonic() < ends:
+            time.sleep(0.001)
+        assert dict(task.as_completed(0.0)) == {**dict.fromkeys(range(5), True), 5: False}
 
     def test_check_becomes_true_and_wait_agrees(self, store: Store) -> None:
         block = make_block(1)

@@ -6,6 +6,7 @@ dumps go to all; ``prefetch`` copies blocks up, in the background and never on t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -128,14 +129,14 @@ class _Load(Task):
         self._stages = stages
         self._keys, self._slices, self._buffers = keys, slices, buffers
         self._outcomes: list[bool | None] = [None] * len(keys)
+        self._settled: list[int] = []
         self._flying: list[tuple[int, list[int], Task]] = []
         self._submit(0, list(range(len(keys))))
 
     def check(self) -> bool:
-        if any(not task.check() for _, _, task in self._flying):
-            return False
-        for _ in self.as_completed(0.0):  # nothing is waited for: falls through, or settles
-            pass
+        while self._flying and self._flying[0][2].check():
+            for _ in self._land(math.inf):
+                pass
         return not self._flying
 
     def wait(self, deadline_s: float) -> list[bool]:
@@ -145,25 +146,42 @@ class _Load(Task):
 
     def as_completed(self, deadline_s: float) -> Iterator[tuple[int, bool]]:
         ends = time.monotonic() + deadline_s
-        while self._flying:
-            stage, entries, task = self._flying[0]
-            failed: list[int] = []
-            for position, done in task.as_completed(max(ends - time.monotonic(), 0.0)):
-                entry = entries[position]
-                if done:
-                    self._outcomes[entry] = True
-                    yield entry, True
-                else:
-                    failed.append(entry)
-            self._flying.pop(0)
-            if not failed:
-                continue
-            if stage + 1 < len(self._stages) and time.monotonic() < ends:
-                self._submit(stage + 1, failed)
-            else:
-                for entry in failed:
-                    self._outcomes[entry] = False
-                    yield entry, False
+        reported = 0
+        while True:
+            landing = self._land(ends)
+            more = True
+            while more:
+                new = self._settled[reported:]  # here, or by a check() in between
+                reported += len(new)
+                for entry in new:
+                    yield entry, bool(self._outcomes[entry])
+                more = next(landing, False)
+            if not self._flying and reported == len(self._settled):
+                return
+
+    def _land(self, ends: float) -> Iterator[bool]:
+        """Collect the first batch under way; yields True as its entries are settled."""
+        if not self._flying:
+            return
+        stage, entries, task = self._flying[0]
+        failed: list[int] = []
+        for position, done in task.as_completed(max(ends - time.monotonic(), 0.0)):
+            if not done:
+                failed.append(entries[position])
+            elif self._outcomes[entries[position]] is None:
+                self._settle(entries[position], True)
+                yield True
+        self._flying.pop(0)
+        if failed and stage + 1 < len(self._stages) and time.monotonic() < ends:
+            self._submit(stage + 1, failed)
+            return
+        for entry in failed:
+            self._settle(entry, False)
+            yield True
+
+    def _settle(self, entry: int, outcome: bool) -> None:
+        self._outcomes[entry] = outcome
+        self._settled.append(entry)
 
     def _submit(self, first: int, entries: list[int]) -> None:
         """Ask the first stage, from ``first`` on, that has an entry; the last one in any case."""

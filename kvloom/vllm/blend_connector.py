@@ -70,6 +70,7 @@ class BlendConnector(KvloomConnector):
         self._feeder: IndexFeeder | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
+        self._unserved: set[str] = set()  # requests that wait for what nobody will load
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
@@ -141,11 +142,17 @@ class BlendConnector(KvloomConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._metadata()
         self._unserved_blocks.update(metadata.unfilled)
-        for plan in metadata.loads:
-            if self._worker is None:
+        self._unserved.update(metadata.unawaited)
+        if self._worker is None:
+            for plan in metadata.loads:
                 self._unserved_blocks.update(plan.block_ids)
-            else:
-                self._worker.load(plan)
+                if plan.between_steps:
+                    self._unserved.add(plan.request_id)
+            return
+        self._worker.cancel(metadata.cancelled)
+        for plan in metadata.loads:
+            self._worker.load(plan)
+        self._worker.advance()
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
@@ -156,7 +163,11 @@ class BlendConnector(KvloomConnector):
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return (self._worker.take_finished_saves() or None if self._worker else None), None
+        arrived, self._unserved = self._unserved, set()
+        if self._worker is None:
+            return None, arrived or None
+        arrived |= self._worker.take_arrived()
+        return self._worker.take_finished_saves() or None, arrived or None
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -168,7 +179,8 @@ class BlendConnector(KvloomConnector):
         obstacle, self._obstacle = self._obstacle, None
         report = self._worker.take_report() if self._worker else WorkerReport()
         report.obstacle = obstacle
-        return report if report.loads or report.lost or obstacle else None
+        report.timed = self._metadata().timed
+        return report if report.loads or report.lost or obstacle or report.timed else None
 
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -182,17 +194,19 @@ class BlendConnector(KvloomConnector):
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.match(request, num_computed_tokens), False
+        return self._scheduler.match(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata()
-        promised, self._promised = self._promised, set()
+        promised, self._promised = self._promised, {}
         metadata = self._plans(self._scheduler, scheduler_output)
         # vLLM counts on the tokens that we promised at admission. Where a plan is missing because
         # a hook failed in between, garbage would be attended to: have those blocks recomputed.
-        for request_id in promised - {plan.request_id for plan in metadata.loads}:
+        for request_id in promised.keys() - {plan.request_id for plan in metadata.loads}:
             self._scheduler.drop(request_id)
+            if compat.waits_for_load(promised[request_id]):
+                metadata.unawaited.append(request_id)
             metadata.saves = [plan for plan in metadata.saves if plan.request_id != request_id]
             metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
         return metadata
@@ -203,16 +217,19 @@ class BlendConnector(KvloomConnector):
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(report, WorkerReport):
-            self._scheduler.take_report(report)
+        if self._scheduler is not None:
+            report = connector_output.kv_connector_worker_meta
+            self._scheduler.take_report(
+                report if isinstance(report, WorkerReport) else WorkerReport(),
+                connector_output.finished_recving or (),
+            )
 
     # Both sides
 
     def shutdown(self) -> None:
         """Finish saves within a bound and release the store; idempotent."""
         if self._worker is not None:
-            self._worker.drain(_DRAIN_S)
+            self._worker.close(_DRAIN_S)
         if self._feeder is not None:
             self._feeder.close()
         if self._store is not None:

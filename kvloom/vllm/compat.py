@@ -21,6 +21,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.request import RequestStatus
 
 from kvloom.blend.rope import RopeSpec
 from kvloom.vllm.paged_cache import CacheLayer
@@ -234,6 +235,11 @@ def block_ids(kv_cache_manager: Any, request_id: str) -> list[int]:
     """The request's block table, from the engine's own books: never extended or kept by us."""
     table: list[int] = kv_cache_manager.get_block_ids(request_id)[0]
     return table
+
+
+def waits_for_load(request: Any) -> bool:
+    """Whether the engine lets the request wait until a load between steps is reported."""
+    return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 def leave_prefix_cache(

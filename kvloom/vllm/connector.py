@@ -58,13 +58,15 @@ class SchedulerSide(Protocol):
 
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]: ...
 
+    def drop(self, request_id: str) -> None: ...
+
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     """The base of the connectors.
 
     Attributes:
         _scheduler: set on the engine's scheduler, if kvloom is not off.
-        _promised: requests that count on tokens from us.
+        _promised: requests that count on tokens from us, by id.
     """
 
     _scheduler: SchedulerSide | None
@@ -76,7 +78,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         # Loads that fail and can't be computed in place must become a recompute: vLLM's default
         # answers the user with an error instead.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self._promised: set[str] = set()
+        self._promised: dict[str, Request] = {}
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -116,7 +118,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         if num_external_tokens > 0:
-            self._promised.add(request.request_id)
+            self._promised[request.request_id] = request
         self._scheduler.admit(request, num_external_tokens)
 
     @guarded(lambda: (False, None))
@@ -125,7 +127,11 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
-        return self._scheduler.finish(request)
+        try:
+            return self._scheduler.finish(request)
+        except Exception:
+            self._scheduler.drop(request.request_id)  # or its state would stay for ever
+            raise
 
 
 def why_off(kv_cache_config: KVCacheConfig) -> str | None:

@@ -196,11 +196,11 @@ class HF3FSKVConnector(KvloomConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return Hf3fsStep()
-        promised, self._promised = self._promised, set()
+        promised, self._promised = self._promised, {}
         plans = self._step(self._scheduler, scheduler_output)
         # The engine waits for every promised load: one whose plan is missing, because a hook failed
         # in between, must come back as failed, or the request would wait for ever.
-        for request_id in promised - {plan.request_id for plan in plans.loads}:
+        for request_id in promised.keys() - {plan.request_id for plan in plans.loads}:
             self._scheduler.drop(request_id)
             blocks = compat.block_ids(self._kv_cache_manager, request_id)
             plans.loads.append(BlockPlan(request_id, [], blocks))

@@ -39,6 +39,7 @@ class LoadPlan:
         exact: tokens before this position are exact, and none of them is computed anew.
         runs: positions ``[first, end)`` of the runs that the pieces belong to.
         choose: loaded tokens that a policy may choose, once it saw them, to be computed too.
+        between_steps: filled in slices, while other requests go on; vLLM waits for the report.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class LoadPlan:
     exact: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     choose: int = 0
+    between_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,17 @@ class SavePlan:
 class StepMetadata(KVConnectorMetadata):
     """Attributes:
     unfilled: blocks that vLLM counts on and no plan fills: our side failed after its promise.
+    unawaited: requests that wait for a load between steps that no plan describes.
+    cancelled: requests that are gone, whose loads between steps may be under way.
+    timed: the worker shall report when the step is over.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
     unfilled: list[int] = field(default_factory=list)
+    unawaited: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +101,15 @@ class LoadReport:
     """What became of a LoadPlan.
 
     Attributes:
+        loaded_tokens: tokens that were loaded.
         failed_tokens: tokens that should have been loaded and were computed instead.
         chosen: tokens that were loaded and, by the policy's choice, computed anew.
         bytes_read: payload bytes read from the store.
-        load_ms, rotate_ms, compute_ms: time in the step for reading and writing to the cache, for
-            rotating, and for the model.
+        load_ms, rotate_ms, compute_ms: time in the engine's steps for reading and writing to the
+            cache, for rotating, and for the model.
     """
 
+    loaded_tokens: int
     failed_tokens: int
     chosen: int
     bytes_read: int
@@ -128,11 +138,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         loads: by request id.
         lost: keys that could not be loaded or saved: they are not in the store.
         obstacle: reported once.
+        timed: the step was to be reported as over.
     """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
     lost: list[bytes] = field(default_factory=list)
     obstacle: Obstacle | None = None
+    timed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self

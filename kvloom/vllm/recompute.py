@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 
 from kvloom.blend.selection.base import LAST_TOKENS, LayerView, LookingPolicy
 from kvloom.vllm import compat
+from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.paged_cache import PagedCache
 
 
@@ -78,7 +79,8 @@ class RecomputeEngine:
         start: int,
         candidates: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+        budget: Budget,
+    ) -> Slices[npt.NDArray[np.int64]]:
         """Which loaded tokens the policy wants computed anew.
 
         A whole first pass leaves exact KV in the layers before the one it ends at, and in that one;
@@ -116,10 +118,16 @@ class RecomputeEngine:
                 scores.add_(policy.score(view))
             return layer < last or policy.layer is None
 
-        for first in range(0, len(seen), self._max_tokens):
-            tokens = seen[first : first + self._max_tokens]
+        # Attention aside, a pass through a part of the layers costs that part.
+        price = (last + 1) / len(self._layer_names)
+        rest = seen
+        while rest.size:
+            taken = budget.take(min(len(rest), self._max_tokens), price)
+            tokens, rest = np.split(rest, [taken])
             with compat.looking(self._layers, functools.partial(look, tokens=tokens)):
                 self._compute_batch(block_ids, token_ids[tokens - start], tokens)
+            if budget.spent:
+                yield
         return policy.choose(scores, where.to(scores.device), count)
 
     def _compute_batch(

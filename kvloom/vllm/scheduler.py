@@ -2,7 +2,8 @@
 
 Path of a request: ``match`` (prefix keys, then the analyzer over the rest; the answer is a prefix
 length) -> ``admit`` (blocks are allocated; a blend leaves the engine's prefix cache) -> ``step``
-(load and save plans for the workers) -> ``finish``. Everything about blocks and computed tokens is
+(load and save plans for the workers; a request whose load is filled between steps waits until
+``take_report``) -> ``finish``. Everything about blocks and computed tokens is
 read from the engine when it is needed: nothing of it is kept here, so a preemption that replaces
 blocks or rewinds tokens leaves nothing stale.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvloom.blend.cost import FEW_TOKENS, LOADED_PRICE, CostRule
 from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
@@ -39,6 +42,7 @@ from kvloom.vllm.metadata import (
 logger = init_logger(__name__)
 
 _MOST_UNREPORTED = 1024
+_LOST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,16 @@ class Match:
     match_ms: float
     choose: int = 0
 
+    @property
+    def cost(self) -> float:
+        """Of putting it in place, in tokens computed."""
+        loaded, computed = self.total - self.local, 0
+        if self.blend is not None:
+            computed = self.choose + self.blend.count(Origin.NEW)
+            computed += self.blend.count(Origin.RECOMPUTED)
+            loaded -= computed - self.choose
+        return computed + LOADED_PRICE * loaded
+
 
 @dataclass
 class RequestState:
@@ -78,6 +92,9 @@ class RequestState:
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
+        between_steps: its load is, or would be, filled while other requests go on; the engine lets
+            it wait meanwhile, and its KV is not in place.
+        gave_up: a load between steps failed as a whole, and would fail again.
     """
 
     request: Any
@@ -90,6 +107,8 @@ class RequestState:
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
+    between_steps: bool = False
+    gave_up: bool = False
 
 
 class BlendScheduler:
@@ -118,6 +137,11 @@ class BlendScheduler:
         self._loads = loads
         self._saves = saves
         self._states: dict[str, RequestState] = {}
+        self._admitted: set[str] = set()  # live requests, followed or not, that would wait for us
+        self._pending: list[RequestState] = []
+        self._cost = CostRule(config.min_gain)
+        self._timed: tuple[float, int] | None = None  # a step under way: when it began, its tokens
+        self._cancelled: list[str] = []
         self._last_saves: list[SavePlan] = []
         # Requests of one token end before their step's report arrives.
         self._unreported: OrderedDict[str, RequestState] = OrderedDict()
@@ -146,58 +170,78 @@ class BlendScheduler:
         )
         self._states[request.request_id] = RequestState(request, scope)
 
-    def match(self, request: Any, local: int) -> int:
-        """Tokens beyond the ``local`` ones that the worker can put in place; no side effects.
+    def match(self, request: Any, local: int) -> tuple[int, bool]:
+        """What the worker can put in place; no side effects.
 
         The engine asks again at every step until the request is admitted: an answer is kept for as
         long as the question is the same.
+
+        Returns:
+            Tokens beyond the ``local`` ones, and whether the engine shall let the request wait for
+            them and go on with others.
         """
         state = self._states.get(request.request_id)
-        if state is None or not self._loads or request.skip_reading_prefix_cache:
-            return 0
+        if state is None or not self._loads or state.gave_up or request.skip_reading_prefix_cache:
+            return 0, False
         if state.match is None or state.match.local != local:
             state.match = self._find(state, local)
-        return state.match.total - local
+        state.between_steps = state.match.total > local and self._should_wait(state, state.match)
+        return state.match.total - local, state.between_steps
 
     def admit(self, request: Any, num_external_tokens: int) -> None:
         """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
+        self._admitted.add(request.request_id)
         state = self._states.get(request.request_id)
-        if state is None:
-            return
+        if state is None or request.num_computed_tokens:
+            return  # back from a load between steps: what was admitted before it stands
         match, state.match = state.match, None
         state.admitted = match
-        state.pending = match if num_external_tokens > 0 else None
-        state.generation = state.pending.generation if state.pending is not None else 0
-        if state.pending is not None and state.generation > 0:
+        state.generation = 0
+        state.loading, state.report = False, None
+        if match is None or num_external_tokens <= 0:
+            state.between_steps = False
+            return
+        state.pending = match
+        state.generation = match.generation
+        self._pending.append(state)
+        if state.generation > 0:
             compat.leave_prefix_cache(
-                self._kv_cache_manager, request, self._block_size, state.pending.exact
+                self._kv_cache_manager, request, self._block_size, match.exact
             )
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """Plans for the workers, for the requests scheduled in this step."""
-        metadata = StepMetadata(saves=self._last_saves)
-        self._last_saves = []
+        """Plans for the workers: of the requests admitted and scheduled in this step."""
+        metadata = StepMetadata(saves=self._last_saves, cancelled=self._cancelled)
+        self._last_saves, self._cancelled = [], []
+        pending, self._pending = self._pending, []
+        for admitted in pending:
+            if admitted.pending is not None:
+                metadata.loads.append(self._load_plan(admitted, admitted.pending))
+                admitted.pending = None
+                admitted.loading = True
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if state.pending is not None:
-                metadata.loads.append(self._load_plan(state, state.pending))
-                state.pending = None
-                state.loading = True
             save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
             if save is not None:
                 metadata.saves.append(save)
+        self._time(output.total_num_scheduled_tokens, metadata)
         return metadata
 
-    def take_report(self, report: WorkerReport) -> None:
-        """What the worker found: once what it can't do, and after each load how it went."""
+    def take_report(self, report: WorkerReport, arrived: Collection[str] = ()) -> None:
+        """What the worker found: once what it can't do, and after each load how it went.
+
+        Args:
+            arrived: requests whose load between steps has ended.
+        """
         if report.obstacle is not None:
             self._can_blend = False
             if report.obstacle.everything:
                 self._loads = self._saves = False
             what = "is off" if report.obstacle.everything else "reuses exact prefixes only"
             logger.warning("kvloom %s: %s", what, report.obstacle.reason)
+        self._learn(report)
         for key in report.lost:
             self._index.remove(key)
         for request_id, load in report.loads.items():
@@ -205,10 +249,17 @@ class BlendScheduler:
             if state is not None:
                 state.report = load
                 logger.info("kvloom: %s: %s", request_id, _sentence(self._figures(state)))
+        for request_id in self._states.keys() & arrived:
+            state = self._states[request_id]
+            state.between_steps = False
+            state.gave_up = request_id not in report.loads
 
     def drop(self, request_id: str) -> None:
         """Leave a request alone from now on: something about it went wrong, its KV is vLLM's."""
-        self._states.pop(request_id, None)
+        self._admitted.discard(request_id)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            state.pending = None  # its blocks are vLLM's: a plan for them must not be sent later
 
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request.
@@ -217,8 +268,14 @@ class BlendScheduler:
             Whether its blocks must stay until its last chunks are saved, and the figures that the
             client asked for by ``kv_transfer_params: {"kvloom_report": true}``.
         """
+        self._admitted.discard(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
+            return False, None
+        if state.between_steps:
+            # The engine counts its tokens as computed, but they are not: nothing of it is saved.
+            # Its blocks stay until the worker has let go of them and says so.
+            self._cancelled.append(request.request_id)
             return False, None
         if state.loading and state.report is None:
             self._unreported[request.request_id] = state
@@ -239,19 +296,49 @@ class BlendScheduler:
         end = len(tokens) - 1  # the engine needs at least one token to compute
         size = self._config.blend_chunk_size
         exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
+        if not self._cost.worth(loaded=exact - local, computed=0):
+            exact = local
         blend, generation, choose = None, 0, 0
         if self._may_blend(state.request) and end - exact >= self._config.min_blend_tokens:
             chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
             found = make_plan(chunks, end)
             plan = found.recompute(self._policy.select(found))
-            if plan.count(Origin.REUSED) >= self._config.min_blend_tokens:
+            choose = self._policy.budget(found, plan)
+            reused = plan.count(Origin.REUSED)
+            if reused >= self._config.min_blend_tokens and self._cost.worth(
+                loaded=reused, computed=len(plan.origin) - reused + choose
+            ):
                 blend = plan
-                choose = self._policy.budget(found, plan)
                 sources = [load.source_block_id for load in plan.loads()]
                 generation = 1 if self._index.exact(sources).all() else 2
+        choose = choose if blend is not None else 0
         total = exact if blend is None else end
         match_ms = (time.perf_counter() - began) * 1e3
         return Match(local, exact, total, blend, generation, match_ms, choose)
+
+    def _should_wait(self, state: RequestState, match: Match) -> bool:
+        """Whether others would have to wait longer than a slice for this load (spec row B17)."""
+        if not self._config.blend_async or match.cost <= self._config.blend_tokens_per_step:
+            return False
+        return any(other != state.request.request_id for other in self._admitted)
+
+    def _time(self, tokens: int, metadata: StepMetadata) -> None:
+        """Have the worker tell when a step of prefill alone is over: what a token costs it."""
+        now = time.monotonic()
+        if tokens < FEW_TOKENS or (self._timed is not None and now < self._timed[0] + _LOST_S):
+            return
+        if metadata.loads or any(state.between_steps for state in self._states.values()):
+            return
+        self._timed = (now, tokens)
+        metadata.timed = True
+
+    def _learn(self, report: WorkerReport) -> None:
+        if report.timed and self._timed is not None:
+            began, tokens = self._timed
+            self._timed = None
+            self._cost.computed(tokens, (time.monotonic() - began) * 1e3)
+        for load in report.loads.values():
+            self._cost.loaded(load.loaded_tokens, load.load_ms + load.rotate_ms)
 
     def _may_blend(self, request: Any) -> bool:
         # A LoRA request's forward needs the adapter's own token mapping, which a nested forward
@@ -291,6 +378,7 @@ class BlendScheduler:
             match.exact,
             [(run.start, run.end) for run in match.blend.runs] if match.blend else [],
             match.choose,
+            state.between_steps,
         )
 
     def _prefix_pieces(self, keys: list[bytes], start: int, end: int) -> list[Piece]:

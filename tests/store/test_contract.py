@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -111,3 +112,25 @@ def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path
         path.unlink()
     done, loaded = load(store, [block[0].key], [len(block[1])], [None])
     assert (done, loaded) == ([True], [bytes(block[1])])
+
+
+def test_a_stage_that_fails_is_followed_by_the_next_also_where_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
+    store = registry.open_store(NAMESPACE, config)
+    assert isinstance(store, Pipeline)
+    block = make_block(1)
+    dump(store, [block])
+    fast = store._stages[0]
+    fast.delete([block[0].key])
+    monkeypatch.setattr(fast, "lookup", lambda keys: [True] * len(keys))
+    buffer = memoryview(bytearray(len(block[1])))
+    task = store.load([block[0].key], [None], [buffer])
+    ends = time.monotonic() + 10
+    while not task.check():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+    assert list(task.as_completed(0.0)) == [(0, True)]
+    assert bytes(buffer) == bytes(block[1])
+    store.close()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.blend.cost import CostRule
+
 MODEL_VARIABLE = "KVLOOM_TEST_MODEL"
 
 
@@ -93,9 +95,9 @@ class Engine:
         self._loads: dict[str, Any] = {}
         take_report = self.scheduler.take_report
 
-        def keep_and_take_report(report: Any) -> None:
+        def keep_and_take_report(report: Any, arrived: Any) -> None:
             self._loads |= report.loads
-            take_report(report)
+            take_report(report, arrived)
 
         self.scheduler.take_report = keep_and_take_report
 
@@ -164,14 +166,21 @@ class Engine:
         self.settle()
         assert self.llm.reset_prefix_cache()
 
+    def forget_memory(self) -> None:
+        """Drop the Cache stage's blocks too, as a fresh engine has none; the files stay."""
+        self.forget()
+        cache = self.connector._store._stages[0]
+        cache.delete([header.key for header in cache.headers()])
+
     def settle(self) -> None:
         """Wait until what was saved is in the store and the index knows it."""
         self.worker.drain(30.0)
         assert self.connector._feeder.wait_idle(30.0)
 
     def clear(self) -> None:
-        """Empty the store too."""
+        """Empty the store too, and forget how fast it was."""
         self.forget()
+        self.scheduler._cost = CostRule(self.connector.config.min_gain)
         store = self.connector._store
         store.delete([header.key for header in store.headers()])
         self.settle()

@@ -78,6 +78,8 @@ def main() -> None:
         "blend_chunk_size": 32,
         "min_blend_tokens": 48,
         "first_k": 8,
+        "min_gain": None,  # computing is cheaper than anything with this model
+        "blend_tokens_per_step": 16,
         "cache_bytes": "4M",
         # What is stored may fill memory up to its limits: only what goes beyond is growth.
         "index_max_chunks": 2000,
@@ -100,8 +102,8 @@ def main() -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     ours = scheduler.connector._scheduler
     traffic = Traffic()
-    seen = {"exact": 0, "blended": 0, "preempted": 0}
-    finish = ours.finish
+    seen = {"exact": 0, "blended": 0, "preempted": 0, "between_steps": 0}
+    finish, load_plan = ours.finish, ours._load_plan
     blended: set[str] = set()
 
     def finish_and_count(request: Any) -> Any:
@@ -114,7 +116,12 @@ def main() -> None:
             seen["preempted"] += request.num_preemptions > 0
         return finish(request)
 
-    ours.finish = finish_and_count
+    def plan_and_count(*args: Any) -> Any:
+        plan = load_plan(*args)
+        seen["between_steps"] += plan.between_steps
+        return plan
+
+    ours.finish, ours._load_plan = finish_and_count, plan_and_count
     params = SamplingParams(
         temperature=0, max_tokens=6, min_tokens=6, ignore_eos=True, detokenize=False
     )
@@ -141,6 +148,7 @@ def main() -> None:
     left = {
         "left_states": ours.live_requests,
         "left_unreported": len(ours._unreported),
+        "left_admitted": len(ours._admitted),
         "left_promised": len(scheduler.connector._promised),
         "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "growth_mb": (memory[-1] - memory[len(memory) // 2]) / 1e6,

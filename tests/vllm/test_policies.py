@@ -25,13 +25,13 @@ def policy(name: str, **config: object) -> SelectionPolicy:
 
 @contextmanager
 def following(engine: Engine, policy: SelectionPolicy) -> Iterator[None]:
-    scheduler, worker = engine.scheduler, engine.worker
+    scheduler, filler = engine.scheduler, engine.worker._filler
     before = scheduler._policy
-    scheduler._policy = worker._policy = policy
+    scheduler._policy = filler._policy = policy
     try:
         yield
     finally:
-        scheduler._policy = worker._policy = before
+        scheduler._policy = filler._policy = before
 
 
 def moved_document(engine: Engine) -> tuple[list[list[int]], list[int]]:
@@ -100,7 +100,7 @@ def test_a_first_pass_in_slices_leaves_its_layers_exact_and_the_engine_as_it_was
     for tokens in earlier:
         engine.ask(tokens)
     cold = engine.cold(prompt)
-    recompute = engine.worker._engine
+    recompute = engine.worker._filler._engine
     limit, recompute._max_tokens = recompute._max_tokens, 100
     try:
         with following(engine, policy("hkvd", recompute_layer=2)):

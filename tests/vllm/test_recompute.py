@@ -53,7 +53,7 @@ def test_slices_of_a_long_plan_see_the_slices_before(engine: Engine) -> None:
     """More tokens than one forward may take: computed slice by slice, in prompt order."""
     prompt = prose(engine, 6, 600)
     cold = engine.cold(prompt)
-    recompute = engine.worker._engine
+    recompute = engine.worker._filler._engine
     limit, recompute._max_tokens = recompute._max_tokens, 100
     engine.forget()
     try:
@@ -69,7 +69,7 @@ def test_scattered_tokens_are_put_back_as_full_prefill_had_them(engine: Engine) 
     """Any subset, any gaps: over an exact cache the chosen tokens come out as they were."""
     prompt = np.asarray(prose(engine, 7, 500), dtype=np.int32)
     cold = engine.cold(prompt.tolist())
-    cache, recompute = engine.worker._cache, engine.worker._engine
+    cache, recompute = engine.worker._cache, engine.worker._filler._engine
     blocks = list(range(3, 3 + -(-len(prompt) // cache.block_size)))
     slots = cache.slots(blocks, torch.arange(len(prompt)))
     random = np.random.default_rng(0)

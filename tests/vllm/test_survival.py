@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,13 +89,6 @@ def store(engine: Engine) -> Iterator[Path]:
     engine.store_path.mkdir(exist_ok=True)
 
 
-def forget_memory(engine: Engine) -> None:
-    """Drop the Cache stage's blocks, as a fresh engine has none; the files stay."""
-    engine.forget()
-    cache = engine.connector._store._stages[0]
-    cache.delete([header.key for header in cache.headers()])
-
-
 @contextmanager
 def unnoticed(engine: Engine) -> Iterator[None]:
     """What changes in the store's directory is not scanned yet: requests meet it first."""
@@ -119,7 +114,7 @@ def test_a_damaged_store_is_a_slower_right_answer(
     prompt = prose(engine, 200, LENGTH)
     cold = engine.cold(prompt, max_tokens=8)
     engine.ask(prompt)
-    forget_memory(engine)
+    engine.forget_memory()
     with unnoticed(engine), caplog.at_level(logging.WARNING):
         trouble(store)
         after = engine.ask(prompt, max_tokens=8)
@@ -138,7 +133,7 @@ def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
     prompt = prose(engine, 211, 90) + document + prose(engine, 212, 20)
     cold = engine.cold(prompt, max_tokens=8)
     engine.ask(prose(engine, 213, 40) + document)
-    forget_memory(engine)
+    engine.forget_memory()
     with unnoticed(engine):
         trouble(store)
         after = engine.ask(prompt, max_tokens=8)
@@ -154,7 +149,7 @@ def test_saving_goes_on_when_the_directory_is_back(engine: Engine, store: Path) 
     store.unlink()
     prompt = prose(engine, 221, LENGTH)
     first = engine.ask(prompt, max_tokens=4)
-    forget_memory(engine)
+    engine.forget_memory()
     assert blocks(store)
     again = engine.ask(prompt, max_tokens=4)
     assert again.figures["exact"] >= LENGTH - 64
@@ -179,7 +174,7 @@ def test_a_full_file_system_drops_saves_and_nothing_else(
         cold = engine.cold(prompt, max_tokens=4)
         with caplog.at_level(logging.WARNING):
             assert engine.ask(prompt, max_tokens=4).tokens == cold.tokens
-            forget_memory(engine)
+            engine.forget_memory()
             after = engine.ask(prompt, max_tokens=4)
         assert after.tokens == cold.tokens
         assert not list(store.rglob("*.kv"))
@@ -208,14 +203,15 @@ def test_an_exception_in_a_hook_is_a_cold_answer(
         (engine.scheduler, "admit"),
         (engine.scheduler, "_load_plan"),
         (engine.scheduler, "finish"),
-        (engine.worker, "_fill"),
-        (engine.worker, "_dump"),
+        (engine.worker._filler, "fill"),
+        (engine.worker._saver, "save"),
     ]:
         engine.forget()
         with monkeypatch.context() as patch:
             patch.setattr(side, hook, broken)
             answer = plain_tokens(engine, prompt)
         assert answer == cold.tokens, f"a failing {hook} broke the answer"
+        assert engine.scheduler.live_requests == 0, f"a failing {hook} left something behind"
     engine.settle()
     again = engine.ask(prompt, max_tokens=4)
     assert again.tokens == cold.tokens, "something wrong was stored meanwhile"
@@ -236,12 +232,14 @@ def test_a_store_that_hangs_is_given_up_within_the_deadline(
     prompt = prose(engine, 250, LENGTH)
     cold = engine.cold(prompt, max_tokens=4)
     engine.ask(prompt)
-    forget_memory(engine)
+    engine.forget_memory()
     posix = engine.connector._store._stages[1]
     released = threading.Event()
     monkeypatch.setattr(posix, "_read_file", lambda *args: released.wait(60) and False)
     monkeypatch.setattr(
-        engine.worker, "_config", engine.worker._config.model_copy(update={"load_timeout_s": 0.5})
+        engine.worker._filler._within,
+        "_config",
+        engine.worker._config.model_copy(update={"load_timeout_s": 0.5}),
     )
     try:
         after: Answer = engine.ask(prompt, max_tokens=4)
@@ -249,6 +247,32 @@ def test_a_store_that_hangs_is_given_up_within_the_deadline(
         released.set()
     assert after.failed > 0
     assert after.tokens == cold.tokens
+
+
+def test_a_store_slower_than_computing_is_left_alone_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B19: it would be waited for at every request otherwise; and it is tried again later."""
+    prompts = [prose(engine, 260 + n, LENGTH) for n in range(2)]
+    for prompt in prompts:
+        engine.ask(prompt)
+    load = engine.connector._store.load
+
+    def slow(*args: Any) -> Any:
+        time.sleep(3.0)
+        return load(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.connector._store, "load", slow)
+        engine.forget()
+        assert engine.ask(prompts[0]).figures["exact"] > 0
+        engine.forget()
+        assert engine.ask(prompts[1]).figures["exact"] == 0
+    engine.forget()
+    rule = engine.scheduler._cost
+    later = time.monotonic() + 61
+    monkeypatch.setattr(rule, "_clock", lambda: later)
+    assert engine.ask(prompts[1]).figures["exact"] > 0
 
 
 def no_traceback(caplog: pytest.LogCaptureFixture) -> bool:

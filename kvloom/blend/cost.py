@@ -1,0 +1,70 @@
+"""Whether reuse is worth its time: loading and recomputing against prefill (spec row B19).
+
+Both rates are learned from what runs. They are compared as a price: what a loaded token costs, in
+computed ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+LOADED_PRICE = 1 / 16
+"""Until it is known. On two cores loading, rotating and writing a token of a 135M model took 1/40
+of computing it; of a larger model it is less."""
+
+_REMEMBERED = 16
+_BELIEVED_S = 60.0
+FEW_TOKENS = 64
+"""What fewer take says more about a step than about a token."""
+
+
+class CostRule:
+    """Learns rates and judges plans.
+
+    Args:
+        min_gain: part of the time of a full prefill that reuse must save; None: none is refused.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, min_gain: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._min_gain = min_gain
+        self._clock = clock
+        self._loads: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED)
+        self._computes: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+
+    def loaded(self, tokens: int, ms: float) -> None:
+        """A load brought ``tokens`` within ``ms``: none, where it waited in vain."""
+        if tokens >= FEW_TOKENS or not tokens:
+            self._loads.append((self._clock(), tokens, ms))
+
+    def computed(self, tokens: int, ms: float) -> None:
+        if tokens >= FEW_TOKENS:
+            self._computes.append((tokens, ms))
+
+    @property
+    def price(self) -> float:
+        """Of a loaded token, in computed ones.
+
+        A load is believed for a minute: a store that was too slow is then tried again, or it would
+        never be used any more.
+        """
+        while self._loads and self._loads[0][0] < self._clock() - _BELIEVED_S:
+            self._loads.popleft()
+        if not self._loads or not self._computes:
+            return LOADED_PRICE
+        return _rate((t, ms) for _, t, ms in self._loads) / _rate(self._computes)
+
+    def worth(self, *, loaded: int, computed: int) -> bool:
+        """Whether to load ``loaded`` tokens and compute ``computed`` rather than compute all."""
+        if self._min_gain is None:
+            return True
+        full = loaded + computed
+        return self.price * loaded + computed <= (1 - self._min_gain) * full
+
+
+def _rate(samples: Iterable[tuple[int, float]]) -> float:
+    """Milliseconds a token."""
+    pairs = list(samples)
+    return max(sum(ms for _, ms in pairs), 1e-6) / max(sum(tokens for tokens, _ in pairs), 1)

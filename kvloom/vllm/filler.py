@@ -1,0 +1,187 @@
+"""One plan's KV put in place: store -> buffer -> keys rotated -> slots -> RecomputeEngine.
+
+A piece that fails to load is computed like any new token, so the answer is the same and only
+later. The work is a generator: with a limited budget it pauses wherever the step has had enough of
+it, or where nothing has arrived from the store yet.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvloom.blend.correction import samples_and_rest
+from kvloom.blend.cost import LOADED_PRICE
+from kvloom.blend.rope import PositionCorrector
+from kvloom.blend.selection import LookingPolicy, SelectionPolicy
+from kvloom.config import KvloomConfig
+from kvloom.store.base import Store
+from kvloom.vllm.budget import Budget, Slices
+from kvloom.vllm.correction import Correction
+from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece
+from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.reader import PieceReader
+from kvloom.vllm.recompute import RecomputeEngine
+
+Positions = npt.NDArray[np.int64]
+_NOTHING: Positions = np.empty(0, dtype=np.int64)
+
+
+@dataclass
+class Filled:
+    """What became of a plan.
+
+    Attributes:
+        loaded, lost: keys that were, and could not be, loaded.
+        failed_from: tokens from here on are not in place, for the model can't be called; else None.
+        report: set when all is done.
+    """
+
+    loaded: list[bytes] = field(default_factory=list)
+    lost: list[bytes] = field(default_factory=list)
+    failed_from: int | None = None
+    report: LoadReport | None = None
+
+
+class Filler:
+    """Executes load plans, in the engine's worker thread.
+
+    Args:
+        corrector: None where keys are not rotated; then no plan asks for it.
+        engine: None where the model's forward can't be called.
+    """
+
+    def __init__(
+        self,
+        config: KvloomConfig,
+        policy: SelectionPolicy,
+        store: Store,
+        cache: PagedCache,
+        *,
+        corrector: PositionCorrector | None,
+        engine: RecomputeEngine | None,
+    ) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._corrector = corrector
+        self._engine = engine
+        # A load within a step must find buffers while one between steps holds its own.
+        self._within = PieceReader(store, cache, config)
+        self._between = PieceReader(store, cache, config)
+
+    def fill(self, plan: LoadPlan, budget: Budget) -> Slices[Filled]:
+        """Put a plan's KV in place."""
+        filled = Filled()
+        rotate_s = 0.0
+        loaded_tokens = bytes_read = 0
+        failed: list[Piece] = []
+        reader = self._between if budget.limited else self._within
+        for found in reader.read(plan.pieces, waits=not budget.limited):
+            if found is None:
+                yield
+                continue
+            piece, buffer = found
+            if buffer is None:
+                failed.append(piece)
+                filled.lost.append(piece.key)
+                continue
+            filled.loaded.append(piece.key)
+            payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
+            bytes_read += len(buffer.memory)
+            loaded_tokens += piece.length
+            if piece.delta:
+                rotating = time.perf_counter()
+                self._rotate(payload, piece.delta)
+                rotate_s += time.perf_counter() - rotating
+            slots = self._slots(plan.block_ids, piece.start, piece.length)
+            self._cache.scatter(payload.to(self._cache.device), slots)
+            budget.take(piece.length, LOADED_PRICE)
+            if budget.spent:
+                yield
+        loaded_s = budget.worked_s() - rotate_s
+        chosen = yield from self._compute(plan, failed, filled, budget)
+        filled.report = LoadReport(
+            loaded_tokens=loaded_tokens,
+            failed_tokens=sum(piece.length for piece in failed),
+            chosen=chosen,
+            bytes_read=bytes_read,
+            load_ms=loaded_s * 1e3,
+            rotate_ms=rotate_s * 1e3,
+            compute_ms=(budget.worked_s() - loaded_s - rotate_s) * 1e3,
+        )
+        return filled
+
+    def _compute(
+        self, plan: LoadPlan, failed: list[Piece], filled: Filled, budget: Budget
+    ) -> Slices[int]:
+        """Compute what must be, and what the policy chooses; answers how many it chose."""
+        lost = [np.arange(piece.start, piece.start + piece.length) for piece in failed]
+        positions = np.unique(np.concatenate([plan.compute, *lost]))
+        chosen = yield from self._choose(plan, positions, budget)
+        positions = np.union1d(positions, chosen)
+        if not positions.size:
+            return 0
+        if self._engine is None:
+            filled.failed_from = int(positions[0])
+            return 0
+        loaded = [
+            np.arange(piece.start, piece.start + piece.length)
+            for piece in plan.pieces
+            if piece.start >= plan.exact and piece not in failed
+        ]
+        correction = Correction(
+            self._cache,
+            plan.block_ids,
+            list(samples_and_rest(plan.runs, np.concatenate([*loaded, _NOTHING]), positions)),
+            part=self._policy.correction,
+        )
+        yield from correction.measure(budget)
+        # New tokens behind the last run see the corrected KV; those before its end can't.
+        before, behind = np.split(positions, [np.searchsorted(positions, correction.end)])
+        yield from self._run_model(self._engine, plan, before, budget)
+        yield from correction.apply(budget)
+        yield from self._run_model(self._engine, plan, behind, budget)
+        return len(chosen)
+
+    def _run_model(
+        self, engine: RecomputeEngine, plan: LoadPlan, positions: Positions, budget: Budget
+    ) -> Slices[None]:
+        while positions.size:
+            now, positions = np.split(positions, [budget.take(len(positions))])
+            engine.compute(plan.block_ids, plan.token_ids[now - plan.start], now)
+            if budget.spent:
+                yield
+
+    def _choose(self, plan: LoadPlan, positions: Positions, budget: Budget) -> Slices[Positions]:
+        end = plan.start + len(plan.token_ids)
+        candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
+        if self._engine is None or not isinstance(self._policy, LookingPolicy):
+            return _NOTHING
+        if not plan.choose or not candidates.size:
+            return _NOTHING
+        return (
+            yield from self._engine.choose(
+                self._policy,
+                plan.block_ids,
+                plan.token_ids,
+                count=plan.choose,
+                start=plan.start,
+                candidates=candidates,
+                positions=positions,
+                budget=budget,
+            )
+        )
+
+    def _rotate(self, payload: Tensor, delta: int) -> None:
+        if self._corrector is None:
+            raise RuntimeError(f"a plan moves keys by {delta}, but this model's are not rotated")
+        self._corrector.rotate_(payload[:, 0], delta)
+
+    def _slots(self, block_ids: list[int], start: int, length: int) -> Tensor:
+        slots = self._cache.slots(block_ids, torch.arange(start, start + length))
+        return slots.to(self._cache.device)
