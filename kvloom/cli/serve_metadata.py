@@ -52,7 +52,7 @@ def serve_metadata(
         float, typer.Option(min=0.1, help="Seconds to read a located page in.")
     ] = 30.0,
     max_pages: Annotated[
-        int, typer.Option(min=1, help="Pages of all namespaces; about 600 bytes of memory each.")
+        int, typer.Option(min=1, help="Pages of all namespaces; about 350 bytes of memory each.")
     ] = 4_000_000,
 ) -> None:
     """Keep which page of which file holds a key, for engines with HF3FSKVConnector."""

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloom.hf3fs.metadata.base import Limits, Location, Status, Written
 from kvloom.hf3fs.metadata.state import Namespace, Operation
+from kvloom.hf3fs.metadata.tables import COOLING, FREE
 
 PAGES = 3
 LIMITS = Limits(write_lease_s=10.0, read_lease_s=4.0)
@@ -174,10 +175,9 @@ class Machine(RuleBasedStateMachine):
         for file, counted in zip(self.state.files, self.state.stats().ranks, strict=True):
             assert file is not None
             assert counted is not None
-            held = [slot for slot in file.slots if slot is not None]
-            assert counted.free == PAGES - len(held)
-            assert counted.cooling == sum(slot.key is None for slot in held)
-            assert counted.confirmed == sum(slot.confirmed for slot in held if slot.key)
+            assert counted.free == (file.rows == FREE).sum()
+            assert counted.cooling == (file.rows == COOLING).sum()
+            assert counted.confirmed == file.confirmed.sum()
 
 
 TestMachine = Machine.TestCase

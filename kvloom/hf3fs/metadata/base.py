@@ -29,6 +29,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -86,8 +87,8 @@ class Written(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     key: str
-    page: int
-    generation: int = -1
+    page: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)] = -1
 
 
 class RankStats(msgspec.Struct, frozen=True):

@@ -147,7 +147,6 @@ class Embedded(MetadataStore):
                 namespace = self._namespaces.pop(name, None)
                 if namespace is not None:
                     self._closed_until[name] = namespace.last_lease()
-                    namespace.dissolve()
             case _:
                 # Where the state was written anew, operations from before that may come first, and
                 # a "file" comes again.

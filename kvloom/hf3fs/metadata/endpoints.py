@@ -57,7 +57,7 @@ class AllocateV1(Struct):
 
 class ConfirmV1(Struct):
     rank: _Number
-    confirmations: Annotated[list[tuple[_KeyName, _Number]], Meta(max_length=MAX_KEYS)]
+    confirmations: Annotated[list[Written], Meta(max_length=MAX_KEYS)]
     pages_to_release: Annotated[list[_Number], Meta(max_length=MAX_KEYS)] = []
 
 
@@ -212,20 +212,19 @@ async def _initialize_v1(call: Call, body: InitializeV1) -> Message:
 
 async def _allocate_v1(call: Call, body: AllocateV1) -> PagesV1:
     """Pages to write keys to; -1 where there is none to be had now."""
-    keys = list(dict.fromkeys(key for key, _ in body.keys))
+    keys = [key for key, _ in body.keys]
     answers = await call.store.allocate(
         DEFAULT_NAMESPACE, body.rank, _writer_v1(call), keys, lease_existing=True
     )
-    pages = [answer.page for answer in answers]
-    return PagesV1(body.rank, list(zip(keys, pages, strict=True)))
+    pages = dict(zip(keys, (answer.page for answer in answers), strict=True))
+    return PagesV1(body.rank, list(pages.items()))
 
 
 async def _confirm_v1(call: Call, body: ConfirmV1) -> None:
     """Pages that are written, and pages to take back."""
     writer = _writer_v1(call)
     if body.confirmations:
-        written = [Written(key, page) for key, page in body.confirmations]
-        await call.store.confirm(DEFAULT_NAMESPACE, body.rank, writer, written)
+        await call.store.confirm(DEFAULT_NAMESPACE, body.rank, writer, body.confirmations)
     if body.pages_to_release:
         pages = [Written("", page) for page in body.pages_to_release]
         await call.store.release(DEFAULT_NAMESPACE, body.rank, writer, pages)

@@ -24,6 +24,7 @@ create table if not exists entries (
     operations blob not null
 );
 """
+_INSERT = "insert into entries values (?, ?, ?, ?)"
 
 
 class Journal:
@@ -46,7 +47,9 @@ class Journal:
             # Exclusive: two services on one file would give the same pages twice.
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
-            self.log_bytes = 0
+            # What a killed process left counts, else a log would grow from kill to kill.
+            log = Path(f"{path}-wal")
+            self.log_bytes = log.stat().st_size if log.exists() else 0
             if durability == "process":
                 # Folding the log into the file waits for the disk: ``checkpoint`` says when.
                 self._db.execute("pragma wal_autocheckpoint = 0")
@@ -85,19 +88,20 @@ class Journal:
         Raises:
             sqlite3.Error: neither.
         """
-        self._db.execute("begin immediate")
-        try:
-            self._db.execute(
-                "insert into entries values (?, ?, ?, ?)", (number, pages, generation, operations)
-            )
-            if drop_before:
+        entry = number, pages, generation, operations
+        if not drop_before:
+            self._db.execute(_INSERT, entry)
+        else:
+            self._db.execute("begin immediate")
+            try:
+                self._db.execute(_INSERT, entry)
                 self._db.execute("delete from entries where number < ?", (drop_before,))
-            self._db.execute("commit")
-            self.log_bytes += len(operations)
-        except sqlite3.Error:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
+                self._db.execute("commit")
+            except sqlite3.Error:
+                if self._db.in_transaction:
+                    self._db.execute("rollback")
+                raise
+        self.log_bytes += len(operations)
 
     def checkpoint(self) -> None:
         """Fold the log into the file; waits for the disk.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 
 import uvicorn
@@ -11,8 +12,7 @@ from kvloom.hf3fs.metadata.app import Service
 from kvloom.hf3fs.metadata.shortcut import protocol_of
 
 _GRACEFUL_S = 5
-_KEEP_ALIVE_S = 75
-_MAX_CONNECTIONS = 4096
+_FILES = 64  # beside the connections
 
 
 class UnsafeAddressError(ValueError):
@@ -38,6 +38,7 @@ def make_server(service: Service, host: str, port: int) -> uvicorn.Server:
         raise UnsafeAddressError(
             f"host {host!r} is reachable from other machines: give a token, or use 127.0.0.1"
         )
+    _allow_files(service.settings.max_connections + _FILES)
     config = uvicorn.Config(
         service.app,
         host=host,
@@ -51,8 +52,16 @@ def make_server(service: Service, host: str, port: int) -> uvicorn.Server:
         date_header=False,
         proxy_headers=False,
         ws="none",
-        limit_concurrency=_MAX_CONNECTIONS,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=int(service.settings.keep_alive_s),
         timeout_graceful_shutdown=_GRACEFUL_S,
     )
     return uvicorn.Server(config)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many open files, if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

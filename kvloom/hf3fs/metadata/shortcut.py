@@ -5,10 +5,14 @@ answers without waiting too. What an ASGI server does for every request (a scope
 then takes longer than all else. This protocol is uvicorn's own, with a way past that for the
 requests that engines make all the time; it hands everything else, and every doubtful request, to
 uvicorn and the app, which give the same answers (a test compares them).
+
+It also ends connections whose client is slow: uvicorn waits for ever for the rest of a request, and
+a few thousand such connections are all that a server may have.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import lru_cache
 from http import HTTPStatus
@@ -18,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvloom.hf3fs.metadata.app import RequestError, Service
 from kvloom.hf3fs.metadata.endpoints import ENDPOINTS, Endpoint
 
+_LOOK_S = 1.0  # a connection is looked at so often
 _PATTERNS = [
     (re.compile(e.path.replace("{namespace}", "(?P<namespace>[A-Za-z0-9._-]+)")), e)
     for e in ENDPOINTS
@@ -41,9 +46,39 @@ def _head(status: int) -> bytes:
 
 def protocol_of(service: Service) -> type[HttpToolsProtocol]:
     """uvicorn's ``http`` class for a service."""
+    settings = service.settings
 
     class ShortcutProtocol(HttpToolsProtocol):
         _found: tuple[Endpoint, dict[str, str]] | None = None
+        _deadline: float | None = None  # of the client, while it is its turn
+
+        # One timer looks at the connection now and then: one for each request costs more than the
+        # request's look-up.
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > settings.max_connections:
+                transport.abort()
+            self._deadline = self.loop.time() + settings.request_s
+            self._looking = self.loop.call_later(_LOOK_S, self._look)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._looking.cancel()
+            super().connection_lost(exc)
+
+        def _look(self) -> None:
+            if self._deadline is not None and self.loop.time() > self._deadline:
+                self.transport.abort()
+            else:
+                self._looking = self.loop.call_later(_LOOK_S, self._look)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._deadline = self.loop.time() + settings.request_s
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._deadline = self.loop.time() + settings.keep_alive_s
 
         def on_headers_complete(self) -> None:
             self._found = self._find_short()
@@ -83,6 +118,7 @@ def protocol_of(service: Service) -> type[HttpToolsProtocol]:
                 self._parts.append(body)
 
         def on_message_complete(self) -> None:
+            self._deadline = None
             if self._found is None:
                 super().on_message_complete()
                 return
@@ -113,6 +149,7 @@ def protocol_of(service: Service) -> type[HttpToolsProtocol]:
             self.transport.write(b"".join((*head, b"\r\n", content)))
             if close:
                 self.transport.close()
-            self.on_response_complete()
+            self.server_state.total_requests += 1
+            self._deadline = self.loop.time() + settings.keep_alive_s
 
     return ShortcutProtocol
