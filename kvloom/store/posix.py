@@ -40,7 +40,7 @@ from kvloom.store.layout import (
 )
 from kvloom.store.presence import MTIME_GRANULARITY_NS, Presence
 from kvloom.store.tasks import BatchTask
-from kvloom.store.threads import WorkerThreads
+from kvloom.store.threads import BoundedCalls, Job, WorkerThreads
 from kvloom.store.watching import Announcer, Events
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Posix(Store):
         limit_bytes: the most that each directory takes (``disk_bytes``).
         eviction: name of the eviction policy.
         ttl_s: seconds after which a block is gone; None: never.
+        lookup_timeout_s: a lookup that takes longer finds nothing (``load_timeout_s``).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Posix(Store):
         limit_bytes: int | None = None,
         eviction: str = "s3fifo",
         ttl_s: float | None = None,
+        lookup_timeout_s: float = 10.0,
     ) -> None:
         self.namespace = namespace
         self._folders = [root / namespace for root in roots]
@@ -88,6 +90,7 @@ class Posix(Store):
         self._scan_every_s = scan_every_s
         self._readers = WorkerThreads("kvloom-read", threads)
         self._writers = WorkerThreads("kvloom-write", threads)
+        self._lookups = BoundedCalls("kvloom-lookup", lookup_timeout_s)
         self._announcer = Announcer()
         self._local = local()
         self._closed = False
@@ -112,13 +115,17 @@ class Posix(Store):
             limit_bytes=config.disk_bytes,
             eviction=config.eviction,
             ttl_s=config.ttl_s,
+            lookup_timeout_s=config.load_timeout_s,
         )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._ttl_s is not None:  # ages are in the files
-            return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
-        found = [presence.present(keys) for presence in self._presences]
-        return found[0] if len(found) == 1 else [any(there) for there in zip(*found, strict=True)]
+        if not self._closed:
+            found = self._lookups.call(partial(self._present, keys))
+            if found is not None:
+                return found
+            folders = " or ".join(map(str, self._folders))
+            self._warn("look into", folders, TimeoutError("it does not answer"))
+        return [False] * len(keys)
 
     def load(
         self,
@@ -128,19 +135,15 @@ class Posix(Store):
     ) -> Task:
         task = BatchTask(len(keys))
         for entry, (key, part, buffer) in enumerate(zip(keys, slices, buffers, strict=True)):
-            if self._closed:
-                task.settle(entry, False)
-            else:
-                self._readers.submit(partial(self._load, task, entry, key, part, buffer))
+            job = partial(self._load, task, entry, key, part, buffer)
+            self._submit(self._readers, task, entry, job)
         return task
 
     def dump(self, headers: Sequence[BlockHeader], buffers: Sequence[memoryview]) -> Task:
         task = BatchTask(len(headers))
         for entry, (header, buffer) in enumerate(zip(headers, buffers, strict=True)):
-            if self._closed:
-                task.settle(entry, False)
-            else:
-                self._writers.submit(partial(self._dump, task, entry, header, buffer))
+            job = partial(self._dump, task, entry, header, buffer)
+            self._submit(self._writers, task, entry, job)
         return task
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -193,9 +196,20 @@ class Posix(Store):
             self._closed = True
             self._readers.close(_CLOSE_S)
             self._writers.close(_CLOSE_S)
+            self._lookups.close(_CLOSE_S)
             self._sweeper.close(_CLOSE_S)
 
+    def _submit(self, threads: WorkerThreads, task: BatchTask, entry: int, job: Job) -> None:
+        if self._closed or not threads.submit(job):
+            task.settle(entry, False)
+
     # Reading
+
+    def _present(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._ttl_s is not None:  # ages are in the files
+            return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
+        found = [presence.present(keys) for presence in self._presences]
+        return found[0] if len(found) == 1 else [any(there) for there in zip(*found, strict=True)]
 
     def _is_there(self, path: Path) -> bool:
         try:
@@ -383,7 +397,7 @@ class Posix(Store):
         with self._lock:
             self._counts[name] += 1
 
-    def _warn(self, what: str, path: Path, error: Exception) -> None:
+    def _warn(self, what: str, path: Path | str, error: Exception) -> None:
         """Count a failure; say so at most every half minute for each kind."""
         kind = f"{what} {getattr(error, 'errno', type(error).__name__)}"
         now = time.monotonic()

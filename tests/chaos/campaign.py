@@ -9,6 +9,7 @@ end of a fault until the store stored and served again. The first three must be 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +44,7 @@ SIZE = PART * PARTS
 FILE = 20480
 DEADLINE_S = 10.0
 NOBODY = 65534
+MNT_DETACH = 2
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.chaos.campaign"])  # or each process imports all of it
@@ -453,6 +456,25 @@ def hang_and_go_on(root: Path, rounds: int) -> None:
     print(json.dumps([outcome.wrong, outcome.recovery_s]))
 
 
+def hung_mount(scene: Scene) -> None:
+    """A mount whose server does not answer."""
+    with scene.store(lookup_timeout_s=0.1) as store:
+        for number in track_rounds(scene):
+            scene.dump(store, number)
+            header, payload = make_block(1000 + number)
+            with hanging(scene.root):
+                began = time.monotonic()
+                for _ in range(20):
+                    scene.outcome.wrong += any(store.lookup([make_block(number)[0].key]))
+                scene.outcome.wrong += scene.load(store, number, deadline_s=0.1)
+                scene.outcome.wrong += store.dump([header], [payload]).wait(0.1)[0]
+                scene.outcome.deaths += time.monotonic() - began > 2.0
+            scene.recovers(store, number)
+            if not all(store.lookup([make_block(number)[0].key])):
+                scene.outcome.lost += FILE
+    scene.settle()
+
+
 def same_keys(scene: Scene) -> None:
     """Two processes that write the same keys at once."""
     first = 0
@@ -498,6 +520,7 @@ FAULTS: dict[Callable[[Scene], None], int] = {
     without_permission: 40,
     fifo_in_its_place: 60,
     hanging_reads: 20,
+    hung_mount: 20,
     same_keys: 20,
     clock_set_back: 60,
 }
@@ -545,6 +568,29 @@ def mounted(root: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+@contextmanager
+def hanging(root: Path) -> Iterator[None]:
+    """A mount whose server never answers; when this is left it is gone, as if the server died."""
+    libc = ctypes.CDLL(None)
+    try:
+        server = open("/dev/fuse", "r+b", buffering=0)  # noqa: SIM115  (closing it ends what hangs)
+    except OSError as error:
+        raise CannotDoError("no FUSE") from error
+    options = f"fd={server.fileno()},rootmode=40000,user_id=0,group_id=0"
+    rescue = threading.Timer(10.0, server.close)  # a store that waits is found out, not waited for
+    try:
+        if libc.mount(b"hanging", bytes(root), b"fuse", 0, options.encode()):
+            raise CannotDoError("no FUSE may be mounted here")
+        rescue.start()
+        try:
+            yield
+        finally:
+            libc.umount2(bytes(root), MNT_DETACH)
+    finally:
+        rescue.cancel()
+        server.close()
 
 
 def remount(root: Path, mode: str) -> None:
