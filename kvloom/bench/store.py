@@ -20,7 +20,7 @@ from kvloom.store.block_format import checksum
 from kvloom.store.cache import Cache
 from kvloom.store.catalog import IndexFeeder
 from kvloom.store.posix import Posix
-from kvloom.store.presence import MTIME_GRANULARITY_NS
+from kvloom.store.presence import _COARSE_NS
 from kvloom.tokens.index import ChunkIndex
 
 _NAMESPACE = "0" * 32
@@ -249,7 +249,7 @@ def _lookups(report: Report, root: Path, threads: int, repeats: int) -> None:
     assert not any(store.lookup(missing))
     for name, wanted in (("changing", keys), ("there", keys), ("missing", missing)):
         if name == "there":
-            time.sleep(1.1 * MTIME_GRANULARITY_NS / 1e9)
+            time.sleep(1.1 * _COARSE_NS / 1e9)
         seconds = _median(lambda wanted=wanted: store.lookup(wanted), repeats)  # type: ignore[misc]
         report.at_most(f"store.lookup_10000_{name}_ms", 1e3 * seconds.wall, "ms", 10.0)
         report.add(f"store.lookup_10000_{name}_cpu_ms", 1e3 * seconds.cpu, "ms")
