@@ -164,6 +164,9 @@ def store(
     part_bytes: Annotated[int, typer.Option(min=1)] = 98304,
     threads: Annotated[int, typer.Option(min=1)] = 4,
     repeats: Annotated[int, typer.Option(min=1)] = 7,
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Chunks to look up and to index, 4 KiB each.")
+    ] = 10_000,
     json: JsonOption = None,
 ) -> None:
     """Dumps, loads and lookups of the store against plain writes, reads and copies."""
@@ -177,6 +180,7 @@ def store(
             part_bytes=part_bytes,
             threads=threads,
             repeats=repeats,
+            chunks=chunks,
             progress=show,
         ),
         json,

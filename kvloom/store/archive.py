@@ -181,7 +181,7 @@ def _publish(
         return
     size = pages(payload_offset(header) + len(payload))
     make_private(path.parent)
-    temporary = temporary_path(path, size)
+    temporary = Path(temporary_path(str(path), size))
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             if janitor.make_room(size) is None:

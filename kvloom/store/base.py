@@ -103,7 +103,7 @@ class Store(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys can be loaded now."""
+        """Which keys can be loaded now; what a stage can't tell within its deadline is a miss."""
 
     def lookup_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys can be loaded, up to the first that can't."""

@@ -141,7 +141,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> StoredHeader:
         position=position,
         generation=generation,
         token_ids=np.frombuffer(data, dtype="<i4", count=tokens, offset=tokens_at).astype(np.int32),
-        part_sizes=tuple(np.frombuffer(data, "<u8", count=parts, offset=sizes_at).tolist()),
+        part_sizes=struct.unpack_from(f"<{parts}Q", data, sizes_at),
         created_ns=created,
     )
     checksums = np.frombuffer(data, dtype="<u8", count=parts, offset=sums_at).copy()

@@ -123,10 +123,8 @@ class Cache(Store):
                 self._entries.clear()
 
     def _submit(self, task: BatchTask, entry: int, job: partial[None]) -> None:
-        if self._closed:
+        if self._closed or not self._threads.submit(job):
             task.settle(entry, False)
-        else:
-            self._threads.submit(job)
 
     def _read(
         self,

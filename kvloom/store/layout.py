@@ -48,17 +48,22 @@ class BlockFile(NamedTuple):
     used_ns: int
 
 
+def block_name(key: bytes) -> str:
+    """The file of a block, as seen from its namespace's folder."""
+    name = key.hex()
+    return f"{name[:2]}/{name}{SUFFIX}"
+
+
 def block_path(folder: Path, key: bytes) -> Path:
     """The file of a block in a namespace's folder."""
-    name = key.hex()
-    return folder / name[:2] / f"{name}{SUFFIX}"
+    return folder / block_name(key)
 
 
-def temporary_path(path: Path, size: int) -> Path:
+def temporary_path(path: str, size: int) -> str:
     """A name of its own for a block under way: two writers never share one, and whoever counts
     the directory meanwhile knows how large it is going to be."""
-    random = secrets.token_hex(8)
-    return path.with_name(f"{path.stem}.{_HOST}.{os.getpid()}.{size}.{random}{TEMPORARY}")
+    stem = path.removesuffix(SUFFIX)
+    return f"{stem}.{_HOST}.{os.getpid()}.{size}.{secrets.token_hex(8)}{TEMPORARY}"
 
 
 def promised_size(temporary: str) -> int:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,16 +32,16 @@ from kvloom.store.layout import (
     QUARANTINE,
     SUFFIX,
     block_files,
-    block_path,
+    block_name,
     fan_out,
     is_block,
     make_private,
     pages,
     temporary_path,
 )
-from kvloom.store.presence import MTIME_GRANULARITY_NS, Presence
+from kvloom.store.presence import Presence, is_settled
 from kvloom.store.tasks import BatchTask
-from kvloom.store.threads import WorkerThreads
+from kvloom.store.threads import BoundedCalls, Job, WorkerThreads
 from kvloom.store.watching import Announcer, Events
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,14 @@ _WARN_EVERY_S = 30.0
 _USED_GRANULARITY_NS = 1_000_000_000
 
 
+class _Directory(NamedTuple):
+    """One of the roots: this namespace's folder in it, its files, and who keeps its limit."""
+
+    folder: str
+    presence: Presence
+    janitor: Janitor
+
+
 class Posix(Store):
     """A stage of files.
 
@@ -66,6 +75,7 @@ class Posix(Store):
         limit_bytes: the most that each directory takes (``disk_bytes``).
         eviction: name of the eviction policy.
         ttl_s: seconds after which a block is gone; None: never.
+        lookup_timeout_s: a lookup that takes longer finds nothing (``load_timeout_s``).
     """
 
     def __init__(
@@ -79,15 +89,15 @@ class Posix(Store):
         limit_bytes: int | None = None,
         eviction: str = "s3fifo",
         ttl_s: float | None = None,
+        lookup_timeout_s: float = 10.0,
     ) -> None:
         self.namespace = namespace
-        self._folders = [root / namespace for root in roots]
-        self._presences = [Presence(folder) for folder in self._folders]
         self._durability = durability
         self._ttl_s = ttl_s
         self._scan_every_s = scan_every_s
         self._readers = WorkerThreads("kvloom-read", threads)
         self._writers = WorkerThreads("kvloom-write", threads)
+        self._lookups = BoundedCalls("kvloom-lookup", lookup_timeout_s)
         self._announcer = Announcer()
         self._local = local()
         self._closed = False
@@ -95,11 +105,16 @@ class Posix(Store):
         self._warned: dict[str, float] = {}
         names = ("hits", "misses", "stored", "dropped", "bad", "errors")
         self._counts = dict.fromkeys(names, 0)
-        self._janitors = {
-            root / namespace: Janitor(root, limit_bytes, eviction, ttl_s, self._removed)
+        self._directories = [
+            _Directory(
+                os.fspath(root / namespace),
+                Presence(root / namespace),
+                Janitor(root, limit_bytes, eviction, ttl_s, self._removed),
+            )
             for root in roots
-        }
-        self._sweeper = Sweeper(list(self._janitors.values()), ttl_s, self._sweep_failed)
+        ]
+        janitors = [directory.janitor for directory in self._directories]
+        self._sweeper = Sweeper(janitors, ttl_s, self._sweep_failed)
 
     @classmethod
     def from_config(cls, namespace: str, config: KvloomConfig) -> Posix:
@@ -112,13 +127,17 @@ class Posix(Store):
             limit_bytes=config.disk_bytes,
             eviction=config.eviction,
             ttl_s=config.ttl_s,
+            lookup_timeout_s=config.load_timeout_s,
         )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._ttl_s is not None:  # ages are in the files
-            return [any(self._is_there(path) for path in self._paths(key)) for key in keys]
-        found = [presence.present(keys) for presence in self._presences]
-        return found[0] if len(found) == 1 else [any(there) for there in zip(*found, strict=True)]
+        if not self._closed:
+            found = self._lookups.call(partial(self._present, keys))
+            if found is not None:
+                return found
+            folders = " or ".join(directory.folder for directory in self._directories)
+            self._warn("look into", folders, TimeoutError("it does not answer"))
+        return [False] * len(keys)
 
     def load(
         self,
@@ -128,19 +147,15 @@ class Posix(Store):
     ) -> Task:
         task = BatchTask(len(keys))
         for entry, (key, part, buffer) in enumerate(zip(keys, slices, buffers, strict=True)):
-            if self._closed:
-                task.settle(entry, False)
-            else:
-                self._readers.submit(partial(self._load, task, entry, key, part, buffer))
+            job = partial(self._load, task, entry, key, part, buffer)
+            self._submit(self._readers, task, entry, job)
         return task
 
     def dump(self, headers: Sequence[BlockHeader], buffers: Sequence[memoryview]) -> Task:
         task = BatchTask(len(headers))
         for entry, (header, buffer) in enumerate(zip(headers, buffers, strict=True)):
-            if self._closed:
-                task.settle(entry, False)
-            else:
-                self._writers.submit(partial(self._dump, task, entry, header, buffer))
+            job = partial(self._dump, task, entry, header, buffer)
+            self._submit(self._writers, task, entry, job)
         return task
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -151,12 +166,12 @@ class Posix(Store):
         deleted = 0
         for key in keys:
             there = False
-            for path in self._paths(key):
+            for directory, path in self._places(key):
                 try:
-                    size = pages(path.stat().st_size)
-                    path.unlink()
+                    size = pages(os.stat(path).st_size)
+                    os.unlink(path)
                     there = True
-                    self._janitors[path.parents[1]].limit.release(size)
+                    directory.janitor.limit.release(size)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -167,13 +182,13 @@ class Posix(Store):
         return deleted
 
     def header(self, key: bytes) -> BlockHeader | None:
-        found = (self._read_header(path) for path in self._paths(key))
+        found = (self._read_header(path, key) for _, path in self._places(key))
         return next((header for header in found if header is not None), None)
 
     def headers(self) -> Iterator[BlockHeader]:
-        for folder in self._folders:
-            for path in block_files(folder):
-                header = self._read_header(path)
+        for directory in self._directories:
+            for path in block_files(Path(directory.folder)):
+                header = self._read_header(os.fspath(path), bytes.fromhex(path.stem))
                 if header is not None:
                     yield header
 
@@ -183,7 +198,7 @@ class Posix(Store):
     def stats(self) -> dict[str, int]:
         with self._lock:
             counts = {f"posix.{name}": count for name, count in self._counts.items()}
-        janitors = self._janitors.values()
+        janitors = [directory.janitor for directory in self._directories]
         counts["posix.evicted"] = sum(janitor.evicted for janitor in janitors)
         counts["posix.expired"] = sum(janitor.expired for janitor in janitors)
         return counts
@@ -193,16 +208,27 @@ class Posix(Store):
             self._closed = True
             self._readers.close(_CLOSE_S)
             self._writers.close(_CLOSE_S)
+            self._lookups.close(_CLOSE_S)
             self._sweeper.close(_CLOSE_S)
+
+    def _submit(self, threads: WorkerThreads, task: BatchTask, entry: int, job: Job) -> None:
+        if self._closed or not threads.submit(job):
+            task.settle(entry, False)
 
     # Reading
 
-    def _is_there(self, path: Path) -> bool:
+    def _present(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._ttl_s is not None:  # ages are in the files
+            return [any(self._is_there(*place) for place in self._places(key)) for key in keys]
+        found = [directory.presence.present(keys) for directory in self._directories]
+        return found[0] if len(found) == 1 else [any(there) for there in zip(*found, strict=True)]
+
+    def _is_there(self, directory: _Directory, path: str) -> bool:
         try:
-            stat = path.stat()
+            written_ns = os.stat(path).st_mtime_ns
         except OSError:
             return False
-        return not self._janitors[path.parents[1]].is_over(stat.st_mtime_ns)
+        return not directory.janitor.is_over(written_ns)
 
     def _load(
         self, task: BatchTask, entry: int, key: bytes, part: PayloadSlice | None, buffer: memoryview
@@ -227,9 +253,9 @@ class Posix(Store):
                     )
                 return granted
 
-        for path in self._paths(key):
+        for directory, path in self._places(key):
             try:
-                if self._read_file(path, key, part, len(buffer), put):
+                if self._read_file(directory, path, key, part, len(buffer), put=put):
                     return True
             except FileNotFoundError:
                 continue
@@ -242,12 +268,19 @@ class Posix(Store):
         return False
 
     def _read_file(
-        self, path: Path, key: bytes, part: PayloadSlice | None, size: int, put: Put
+        self,
+        directory: _Directory,
+        path: str,
+        key: bytes,
+        part: PayloadSlice | None,
+        size: int,
+        *,
+        put: Put,
     ) -> bool:
         """Read a slice of ``size`` bytes; False where that is not its size, or it is not wanted."""
         with opened(path) as descriptor:
             stat = os.fstat(descriptor)
-            if self._janitors[path.parents[1]].is_over(stat.st_mtime_ns):
+            if directory.janitor.is_over(stat.st_mtime_ns):
                 return False
             stored = read_header(descriptor, self.namespace, key)
             if size != (part.length if part else stored.block.payload_size):
@@ -264,7 +297,7 @@ class Posix(Store):
             scratch = self._local.scratch = Scratch()
         return scratch
 
-    def _touch(self, file: int | Path, stat: os.stat_result) -> None:
+    def _touch(self, file: int | str, stat: os.stat_result) -> None:
         """Note that a block was used: what eviction goes by, in every process."""
         now = time.time_ns()
         if (
@@ -275,32 +308,34 @@ class Posix(Store):
                 os.utime(file, ns=(now, stat.st_mtime_ns))
 
     def _touch_all(self, keys: Sequence[bytes]) -> None:
-        for path in (path for key in keys for path in self._paths(key)):
-            with suppress(OSError):
-                self._touch(path, path.stat())
-                break
+        for key in keys:
+            for _, path in self._places(key):
+                with suppress(OSError):
+                    self._touch(path, os.stat(path))
+                    break
 
-    def _read_header(self, path: Path) -> BlockHeader | None:
+    def _read_header(self, path: str, key: bytes) -> BlockHeader | None:
         try:
             with opened(path) as descriptor:
-                return read_header(descriptor, self.namespace, bytes.fromhex(path.stem)).block
+                return read_header(descriptor, self.namespace, key).block
         except BadBlockError as error:
             self._quarantine(path, None, error)
         except OSError:
             pass  # gone, or not to be read now
         return None
 
-    def _quarantine(self, path: Path, key: bytes | None, error: Exception) -> None:
+    def _quarantine(self, path: str, key: bytes | None, error: Exception) -> None:
         """Move a bad block out of sight; a few are kept to be looked at."""
         self._count("bad")
         self._warn("verify", path, error)
-        aside = path.parents[1] / QUARANTINE
+        block = Path(path)
+        aside = block.parents[1] / QUARANTINE
         try:
             aside.mkdir(mode=0o700, exist_ok=True)
             if len(os.listdir(aside)) < _QUARANTINED_FILES:
-                path.rename(aside / f"{path.stem}.{time.time_ns()}")
+                block.rename(aside / f"{block.stem}.{time.time_ns()}")
             else:
-                path.unlink()
+                block.unlink()
         except OSError as failure:
             self._warn("quarantine", path, failure)
         if key is not None:
@@ -313,7 +348,7 @@ class Posix(Store):
         try:
             done = self._write(header, buffer)
         except (OSError, ValueError) as error:
-            self._warn("write", self._paths(header.key)[0], error)
+            self._warn("write", self._places(header.key)[0][1], error)
         finally:
             if not done:
                 self._count("dropped")
@@ -322,15 +357,13 @@ class Posix(Store):
     def _write(self, header: BlockHeader, buffer: memoryview) -> bool:
         if header.namespace != self.namespace:
             return False
-        paths = self._paths(header.key)
-        if any(self._is_there(path) for path in paths):
+        places = self._places(header.key)
+        if any(self._is_there(*place) for place in places):
             return True
-        path = paths[0]
-        janitor = self._janitors[path.parents[1]]
+        (_, _, janitor), path = places[0]
         size = pages(payload_offset(header) + len(buffer))
-        make_private(path.parent)
         temporary = temporary_path(path, size)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = _create(temporary)
         reserved = False
         try:
             try:
@@ -343,16 +376,17 @@ class Posix(Store):
                     os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
-            temporary.rename(path)
+            os.rename(temporary, path)
         except BaseException as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
             if reserved:
                 janitor.limit.release(size)
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     janitor.sweep(at_least=size)  # or it would be full for ever
             raise
         if self._durability == "full":
-            _sync_folder(path.parent)
+            _sync_folder(os.path.dirname(path))
         if level.crowded():
             self._sweeper.wake()
         self._count("stored")
@@ -369,21 +403,19 @@ class Posix(Store):
 
     # Common
 
-    def _paths(self, key: bytes) -> list[Path]:
+    def _places(self, key: bytes) -> list[tuple[_Directory, str]]:
         """Where a block may lie, the place to write it first."""
-
-        def weight(folder: Path) -> bytes:
-            return hashlib.blake2b(key + os.fsencode(folder), digest_size=8).digest()
-
-        return [
-            block_path(folder, key) for folder in sorted(self._folders, key=weight, reverse=True)
-        ]
+        directories = self._directories
+        if len(directories) > 1:
+            directories = sorted(directories, key=partial(_weight, key), reverse=True)
+        name = block_name(key)
+        return [(directory, f"{directory.folder}/{name}") for directory in directories]
 
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
 
-    def _warn(self, what: str, path: Path, error: Exception) -> None:
+    def _warn(self, what: str, path: str | Path, error: Exception) -> None:
         """Count a failure; say so at most every half minute for each kind."""
         kind = f"{what} {getattr(error, 'errno', type(error).__name__)}"
         now = time.monotonic()
@@ -432,7 +464,8 @@ class PosixWatcher(Watcher):
 
     def _scanning(self) -> Iterator[BlockHeader | bytes]:
         """What appeared and vanished in all folders, read bit by bit as it is asked for."""
-        for root in self._stage._folders:
+        for directory in self._stage._directories:
+            root = Path(directory.folder)
             folders = fan_out(root)
             for gone in [f for f in self._seen if f.parent == root and f not in set(folders)]:
                 yield from self._seen.pop(gone)
@@ -453,18 +486,32 @@ class PosixWatcher(Watcher):
             }
         except OSError:
             return
-        if now - changed > MTIME_GRANULARITY_NS:
+        if is_settled(changed, now):
             self._listed[folder] = changed
         before = self._seen.get(folder, set())
         self._seen[folder] = names
         yield from before - names
         for key in names - before:
-            header = self._stage._read_header(folder / f"{key.hex()}{SUFFIX}")
+            header = self._stage._read_header(f"{folder}/{key.hex()}{SUFFIX}", key)
             if header is not None:
                 yield header
 
 
-def _sync_folder(folder: Path) -> None:
+def _weight(key: bytes, directory: _Directory) -> bytes:
+    return hashlib.blake2b(key + os.fsencode(directory.folder), digest_size=8).digest()
+
+
+def _create(path: str) -> int:
+    """An empty file, open for writing; its folder is made if there is none."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        make_private(Path(path).parent)
+        return os.open(path, flags, 0o600)
+
+
+def _sync_folder(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

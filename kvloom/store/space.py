@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvloom.store.layout import LIMITS, make_private
@@ -77,10 +77,7 @@ class FreeSpace(DiskLimit):
         self._root = root
 
     def level(self) -> Level:
-        folder = self._root
-        while not folder.exists():
-            folder = folder.parent
-        stat = os.statvfs(folder)
+        stat = _statvfs(self._root)
         total = stat.f_blocks * stat.f_frsize
         return Level(
             used=total - stat.f_bavail * stat.f_frsize,
@@ -89,8 +86,8 @@ class FreeSpace(DiskLimit):
         )
 
     def reserve(self, size: int) -> Level | None:
-        level = self.level()
-        level = replace(level, used=level.used + size)
+        now = self.level()
+        level = Level(now.used + size, now.limit, now.slack)
         return level if level.used <= level.limit else None
 
 
@@ -158,6 +155,17 @@ class Quota(DiskLimit):
             yield numbers, write
         finally:
             os.close(descriptor)
+
+
+def _statvfs(folder: Path) -> os.statvfs_result:
+    """Of the file system that a folder is in, or will be."""
+    while True:
+        try:
+            return os.statvfs(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            if folder == folder.parent:
+                raise
+            folder = folder.parent
 
 
 def free_bytes(root: Path) -> int:

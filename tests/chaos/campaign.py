@@ -9,6 +9,7 @@ end of a fault until the store stored and served again. The first three must be 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +44,7 @@ SIZE = PART * PARTS
 FILE = 20480
 DEADLINE_S = 10.0
 NOBODY = 65534
+MNT_DETACH = 2
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.chaos.campaign"])  # or each process imports all of it
@@ -129,10 +132,16 @@ class Scene:
     def path(self, number: int) -> Path:
         return block_path(self.root / NAMESPACE, make_block(number)[0].key)
 
-    def recovers(self, store: Posix, number: int) -> None:
-        """Time from now, the end of the fault, until a block is stored and served."""
+    def recovers(self, store: Posix, number: int, looked_up: bool = False) -> None:
+        """Time from now, the end of the fault, until a block is stored and served, and perhaps
+        found by a lookup."""
         began = time.monotonic()
-        while not (self.dump(store, number) and self.load(store, number)):
+        key = make_block(number)[0].key
+        while not (
+            self.dump(store, number)
+            and self.load(store, number)
+            and (not looked_up or store.lookup([key])[0])
+        ):
             if time.monotonic() - began > 60:
                 self.outcome.deaths += 1  # it never came back: as good as dead
                 return
@@ -453,6 +462,23 @@ def hang_and_go_on(root: Path, rounds: int) -> None:
     print(json.dumps([outcome.wrong, outcome.recovery_s]))
 
 
+def hung_mount(scene: Scene) -> None:
+    """A mount whose server does not answer."""
+    with scene.store(lookup_timeout_s=0.1) as store:
+        for number in track_rounds(scene):
+            scene.dump(store, number)
+            header, payload = make_block(1000 + number)
+            with hanging(scene.root):
+                began = time.monotonic()
+                for _ in range(20):
+                    scene.outcome.wrong += any(store.lookup([make_block(number)[0].key]))
+                scene.outcome.wrong += scene.load(store, number, deadline_s=0.1)
+                scene.outcome.wrong += store.dump([header], [payload]).wait(0.1)[0]
+                scene.outcome.deaths += time.monotonic() - began > 2.0
+            scene.recovers(store, number, looked_up=True)
+    scene.settle()
+
+
 def same_keys(scene: Scene) -> None:
     """Two processes that write the same keys at once."""
     first = 0
@@ -498,6 +524,7 @@ FAULTS: dict[Callable[[Scene], None], int] = {
     without_permission: 40,
     fifo_in_its_place: 60,
     hanging_reads: 20,
+    hung_mount: 20,
     same_keys: 20,
     clock_set_back: 60,
 }
@@ -547,6 +574,29 @@ def mounted(root: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(root)], check=True)
 
 
+@contextmanager
+def hanging(root: Path) -> Iterator[None]:
+    """A mount whose server never answers; when this is left it is gone, as if the server died."""
+    libc = ctypes.CDLL(None)
+    try:
+        server = open("/dev/fuse", "r+b", buffering=0)  # noqa: SIM115  (closing it ends what hangs)
+    except OSError as error:
+        raise CannotDoError("no FUSE") from error
+    options = f"fd={server.fileno()},rootmode=40000,user_id=0,group_id=0"
+    rescue = threading.Timer(10.0, server.close)  # a store that waits is found out, not waited for
+    try:
+        if libc.mount(b"hanging", bytes(root), b"fuse", 0, options.encode()):
+            raise CannotDoError("no FUSE may be mounted here")
+        rescue.start()
+        try:
+            yield
+        finally:
+            libc.umount2(bytes(root), MNT_DETACH)
+    finally:
+        rescue.cancel()
+        server.close()
+
+
 def remount(root: Path, mode: str) -> None:
     for _ in range(100):  # refused while a file is open for writing
         done = subprocess.run(
@@ -575,7 +625,8 @@ def main() -> int:
     outcomes = []
     for done, (fault, rounds) in enumerate(FAULTS.items()):
         share = (ends - time.monotonic()) / (len(FAULTS) - done)
-        outcomes.append(run(fault, rounds, arguments.seed, 3 * share))
+        most = 6 if fault is killed_without_limit else 3  # of S9's 200 kills none may be missing
+        outcomes.append(run(fault, rounds, arguments.seed, most * share))
     table = Table(title="What the store survives")
     table.add_column("fault")
     for heading in ("times", "wrong bytes", "deaths", "bytes lost", "recovery"):

@@ -170,7 +170,7 @@ def test_killed_writers_leave_only_whole_blocks_and_no_temporary_files(root: Pat
 def test_temporary_files_of_living_writers_are_left_alone(root: Path, store: Posix) -> None:
     dump(store, [make_block(1)])
     (path,) = files(root)
-    mine = temporary_path(path, 5)
+    mine = Path(temporary_path(str(path), 5))
     elsewhere = path.with_name(f"{path.stem}.0badbeef.1.5.0.tmp")
     abandoned = path.with_name(f"{path.stem}.0badbeef.2.5.0.tmp")
     for temporary in (mine, elsewhere, abandoned):
