@@ -90,6 +90,17 @@ class KvloomConfig(_ExtraConfig):
         description="`none`: the kernel writes when it likes; `data`: fsync the file before it is "
         "published; `full`: fsync its directory too.",
     )
+    compression: Literal["none", "zstd"] = Field(
+        "none",
+        description="`zstd`: blocks are compressed in their files, and loaded bit for bit (`pip "
+        "install 'kvloom[zstd]'`); what was written with another setting is read as well.",
+    )
+    store_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="`auto`: KV is stored bit for bit; `int8`: in 8 bits, also in memory, off by "
+        "at most 1/254 of the largest number of its token and head, and then a prefix hit is no "
+        "longer exact. Engines with different settings do not see each other's blocks.",
+    )
     io_threads: int = Field(4, ge=1, le=64, description="Threads that move blocks.")
     save_queue_bytes: Size = Field(
         1024**3,

@@ -24,8 +24,9 @@ import numpy as np
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Changes, PayloadSlice, Store, Task, Watcher
-from kvloom.store.block_file import Scratch, opened, read_header, read_payload, write_block
-from kvloom.store.block_format import BadBlockError, payload_offset
+from kvloom.store.block_file import Scratch, opened, pack, read_header, read_payload, write_block
+from kvloom.store.block_format import BadBlockError
+from kvloom.store.compression import require_zstandard
 from kvloom.store.janitor import Janitor, Sweeper
 from kvloom.store.layout import (
     QUARANTINE,
@@ -66,6 +67,10 @@ class Posix(Store):
         limit_bytes: the most that each directory takes (``disk_bytes``).
         eviction: name of the eviction policy.
         ttl_s: seconds after which a block is gone; None: never.
+        compression: ``none`` or ``zstd``, of blocks that are written; what is read says its own.
+
+    Raises:
+        ConfigError: ``zstd``, and zstandard is not installed.
     """
 
     def __init__(
@@ -79,8 +84,12 @@ class Posix(Store):
         limit_bytes: int | None = None,
         eviction: str = "s3fifo",
         ttl_s: float | None = None,
+        compression: str = "none",
     ) -> None:
         self.namespace = namespace
+        self._compressed = compression == "zstd"
+        if self._compressed:
+            require_zstandard()
         self._folders = [root / namespace for root in roots]
         self._presences = [Presence(folder) for folder in self._folders]
         self._durability = durability
@@ -112,6 +121,7 @@ class Posix(Store):
             limit_bytes=config.disk_bytes,
             eviction=config.eviction,
             ttl_s=config.ttl_s,
+            compression=config.compression,
         )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -327,7 +337,8 @@ class Posix(Store):
             return True
         path = paths[0]
         janitor = self._janitors[path.parents[1]]
-        size = pages(payload_offset(header) + len(buffer))
+        block = pack(header, buffer, self._compressed)
+        size = pages(block.file_size)
         make_private(path.parent)
         temporary = temporary_path(path, size)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -338,7 +349,7 @@ class Posix(Store):
                 if level is None:
                     raise OSError(errno.ENOSPC, "disk_bytes leaves no room for this block")
                 reserved = True
-                write_block(descriptor, header, buffer)
+                write_block(descriptor, block)
                 if self._durability != "none":
                     os.fdatasync(descriptor)
             finally:

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from kvloom.blend.correction import samples_and_rest
+from kvloom.blend.int8 import Int8Form
 from kvloom.blend.rope import PositionCorrector
 from kvloom.blend.selection import LookingPolicy, SelectionPolicy
 from kvloom.config import KvloomConfig
@@ -76,11 +77,18 @@ class BlendWorker:
         self._cache = cache
         self._corrector = corrector
         self._engine = engine
-        shape = cache.payload_shape(config.blend_chunk_size)
-        self._load_buffers = BufferPool(shape, cache.dtype, count=_WAVE * _WAVES_AHEAD)
-        payload_bytes = cache.part_size(config.blend_chunk_size) * len(cache.layers)
+        shape: tuple[int, ...] = cache.payload_shape(config.blend_chunk_size)
+        dtype, self._part_size = cache.dtype, cache.part_size(config.blend_chunk_size)
+        self._int8: Int8Form | None = None
+        if config.store_dtype == "int8":
+            self._int8 = Int8Form(shape, dtype)
+            self._gathered = torch.empty(shape, dtype=dtype)
+            shape, dtype = self._int8.stored_shape, torch.uint8
+            self._part_size = self._int8.part_size
+        self._load_buffers = BufferPool(shape, dtype, count=_WAVE * _WAVES_AHEAD)
+        payload_bytes = self._part_size * len(cache.layers)
         self._save_buffers = BufferPool(
-            shape, cache.dtype, count=max(config.save_queue_bytes // payload_bytes, 1)
+            shape, dtype, count=max(config.save_queue_bytes // payload_bytes, 1)
         )
         self._dumps: deque[_Dump] = deque()
         self._dropped_saves = 0
@@ -152,7 +160,8 @@ class BlendWorker:
                 self._report.lost.append(piece.key)
                 continue
             self._loaded_keys.append(piece.key)
-            payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
+            chunk = buffer.tensor if self._int8 is None else self._int8.decode(buffer.tensor)
+            payload = chunk[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
             if piece.delta:
                 rotating = time.perf_counter()
@@ -269,13 +278,16 @@ class BlendWorker:
         self._reap()
         headers: list[BlockHeader] = []
         buffers: list[Buffer] = []
-        for chunk in plan.chunks:
+        for number, chunk in enumerate(plan.chunks):
             buffer = self._save_buffers.acquire()
             if buffer is None:
-                self._drop(plan.chunks[len(headers) :])
+                self._drop(plan.chunks[number:])
                 break
             slots = self._slots(plan.block_ids, chunk.position, len(chunk.token_ids))
-            self._cache.gather(slots, buffer.tensor)
+            if not self._gather(slots, buffer):
+                self._save_buffers.release(buffer)
+                self._report.lost.append(chunk.key)
+                continue
             buffers.append(buffer)
             headers.append(
                 BlockHeader(
@@ -286,14 +298,21 @@ class BlendWorker:
                     position=chunk.position,
                     generation=plan.generation,
                     token_ids=chunk.token_ids,
-                    part_sizes=(self._cache.part_size(len(chunk.token_ids)),)
-                    * len(self._cache.layers),
+                    part_sizes=(self._part_size,) * len(self._cache.layers),
                     created_ns=time.time_ns(),
                 )
             )
         if headers:
             task = self._store.dump(headers, [buffer.memory for buffer in buffers])
             self._dumps.append(_Dump([header.key for header in headers], buffers, task))
+
+    def _gather(self, slots: Tensor, buffer: Buffer) -> bool:
+        """Copy a chunk out in the form it is stored in; False: it has none."""
+        if self._int8 is None:
+            self._cache.gather(slots, buffer.tensor)
+            return True
+        self._cache.gather(slots, self._gathered)
+        return self._int8.encode(self._gathered, buffer.tensor)
 
     def _reap(self) -> None:
         while self._dumps and self._dumps[0].task.check():
