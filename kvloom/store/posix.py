@@ -22,7 +22,7 @@ from threading import Lock, local
 
 import numpy as np
 
-from kvloom.config import KvloomConfig
+from kvloom.config import StoreConfig
 from kvloom.store.base import BlockHeader, Changes, PayloadSlice, Store, Task, Watcher
 from kvloom.store.block_file import Scratch, opened, pack, read_header, read_payload, write_block
 from kvloom.store.block_format import BadBlockError
@@ -111,7 +111,7 @@ class Posix(Store):
         self._sweeper = Sweeper(list(self._janitors.values()), ttl_s, self._sweep_failed)
 
     @classmethod
-    def from_config(cls, namespace: str, config: KvloomConfig) -> Posix:
+    def from_config(cls, namespace: str, config: StoreConfig) -> Posix:
         return cls(
             namespace,
             [Path(backend).expanduser() for backend in config.storage_backends],
