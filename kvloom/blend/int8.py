@@ -16,19 +16,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Int8Form:
-    """Payloads [layers, 2, tokens, heads, head_dim] as bytes, uint8 [layers, part_size].
+    """Payloads [layers, 2, tokens, heads, head_dim] of floats as bytes, uint8 [layers, part_size].
 
     A layer's part holds its integers, int8 [2, tokens, heads, head_dim], then its scales, float32
     [2, tokens, heads].
 
     Args:
-        shape: of a payload.
-        dtype: of the KV: one of ``DTYPES``.
+        shape: of a payload; its dtype is one of ``DTYPES``.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = torch.Size(shape)
-        self._dtype = dtype
         self._integers = self._shape[1:].numel()
         self.part_size = self._integers + self._shape[1:-1].numel() * _SCALE.itemsize
 
@@ -49,10 +47,10 @@ class Int8Form:
         kept.copy_(scales)
         return True
 
-    def decode(self, stored: Tensor) -> Tensor:
-        """The payload again, in the KV's dtype; a copy."""
+    def decode(self, stored: Tensor, out: Tensor) -> None:
+        """Write the payload that ``stored`` holds into ``out``."""
         integers, scales = self._views(stored)
-        return (integers * scales).to(self._dtype)
+        out.copy_(integers).mul_(scales)  # each product is rounded once, from float32
 
     def _views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         integers = stored[:, : self._integers].view(torch.int8).view(self._shape)

@@ -81,8 +81,8 @@ class BlendWorker:
         dtype, self._part_size = cache.dtype, cache.part_size(config.blend_chunk_size)
         self._int8: Int8Form | None = None
         if config.store_dtype == "int8":
-            self._int8 = Int8Form(shape, dtype)
-            self._gathered = torch.empty(shape, dtype=dtype)
+            self._int8 = Int8Form(shape)
+            self._chunk = torch.empty(shape, dtype=dtype)
             shape, dtype = self._int8.stored_shape, torch.uint8
             self._part_size = self._int8.part_size
         self._load_buffers = BufferPool(shape, dtype, count=_WAVE * _WAVES_AHEAD)
@@ -160,7 +160,10 @@ class BlendWorker:
                 self._report.lost.append(piece.key)
                 continue
             self._loaded_keys.append(piece.key)
-            chunk = buffer.tensor if self._int8 is None else self._int8.decode(buffer.tensor)
+            chunk = buffer.tensor
+            if self._int8 is not None:
+                chunk = self._chunk
+                self._int8.decode(buffer.tensor, chunk)
             payload = chunk[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
             if piece.delta:
@@ -311,8 +314,8 @@ class BlendWorker:
         if self._int8 is None:
             self._cache.gather(slots, buffer.tensor)
             return True
-        self._cache.gather(slots, self._gathered)
-        return self._int8.encode(self._gathered, buffer.tensor)
+        self._cache.gather(slots, self._chunk)
+        return self._int8.encode(self._chunk, buffer.tensor)
 
     def _reap(self) -> None:
         while self._dumps and self._dumps[0].task.check():
