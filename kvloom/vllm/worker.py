@@ -82,7 +82,7 @@ class BlendWorker:
         self._int8: Int8Form | None = None
         if config.store_dtype == "int8":
             self._int8 = Int8Form(shape)
-            self._chunk = torch.empty(shape, dtype=dtype)
+            self._chunk = torch.empty(shape, dtype=dtype)  # on its way from one form to the other
             shape, dtype = self._int8.stored_shape, torch.uint8
             self._part_size = self._int8.part_size
         self._load_buffers = BufferPool(shape, dtype, count=_WAVE * _WAVES_AHEAD)
