@@ -39,7 +39,7 @@ def run(model: Path, tokens: int, answers: int, progress: Callable[[str], None])
     text = PromptMaker(causal.tokenizer, budget=tokens + answers).take(tokens + answers)
     progress("computing KV")
     kv = causal.prefill(text[:tokens])
-    chunks = [chunk.contiguous() for chunk in kv.split(_CHUNK, dim=2)]
+    chunks = [chunk.contiguous() for chunk in torch.split(kv, _CHUNK, dim=2)]
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         progress(f"zstd, {name}")
