@@ -9,12 +9,13 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 
-from kvloom.config import Hf3fsConfig, KvloomConfig
+from kvloom.config import Hf3fsConfig, KvloomConfig, StoreConfig
 
 TARGET = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
 
-Keys of `kv_connector_extra_config`. None has to be set. An unknown key or a bad value stops the
+Keys of `kv_connector_extra_config`; those of `KvloomTier` stand in an entry of its
+`secondary_tiers`. None has to be set. An unknown key or a bad value stops the
 engine's start with one line that names it. This page is made by
 `python docs/generate_configuration.py`.
 """
@@ -51,7 +52,11 @@ def table(connector: str, config: type[BaseModel]) -> str:
 
 
 def page() -> str:
-    tables = [("BlendConnector", KvloomConfig), ("HF3FSKVConnector", Hf3fsConfig)]
+    tables = [
+        ("BlendConnector", KvloomConfig),
+        ("HF3FSKVConnector", Hf3fsConfig),
+        ("KvloomTier", StoreConfig),
+    ]
     return HEAD + "".join(table(connector, config) for connector, config in tables)
 
 

@@ -53,20 +53,13 @@ class _ExtraConfig(BaseModel):
             raise ConfigError(_explain(error, cls)) from None
 
 
-class KvloomConfig(_ExtraConfig):
-    """Everything BlendConnector can be told, with what it does when told nothing."""
+class StoreConfig(_ExtraConfig):
+    """What a store of files can be told, with what it does when told nothing."""
 
-    # Store
-    store_pipeline: str = Field(
-        "Cache|Posix", description="Stages from fast to slow, split by `|`: `Cache`, `Posix`."
-    )
     storage_backends: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         ["~/.cache/kvloom/store"],
         min_length=1,
         description="Directory, or list of directories, of the `Posix` stage.",
-    )
-    cache_bytes: Size = Field(
-        2 * 1024**3, description="Host memory of the `Cache` stage, in bytes or like `4GiB`."
     )
     disk_bytes: Size | None = Field(
         None,
@@ -90,6 +83,11 @@ class KvloomConfig(_ExtraConfig):
         description="`none`: the kernel writes when it likes; `data`: fsync the file before it is "
         "published; `full`: fsync its directory too.",
     )
+    compression: Literal["none", "zstd"] = Field(
+        "none",
+        description="`zstd`: blocks are compressed in their files, and loaded bit for bit (`pip "
+        "install 'kvloom[zstd]'`); what was written with another setting is read as well.",
+    )
     io_threads: int = Field(4, ge=1, le=64, description="Threads that move blocks.")
     save_queue_bytes: Size = Field(
         1024**3,
@@ -100,6 +98,23 @@ class KvloomConfig(_ExtraConfig):
     )
     index_poll_s: float = Field(
         1.0, gt=0, description="How often other engines' writes to the store are looked for."
+    )
+
+
+class KvloomConfig(StoreConfig):
+    """Everything BlendConnector can be told, with what it does when told nothing."""
+
+    store_pipeline: str = Field(
+        "Cache|Posix", description="Stages from fast to slow, split by `|`: `Cache`, `Posix`."
+    )
+    cache_bytes: Size = Field(
+        2 * 1024**3, description="Host memory of the `Cache` stage, in bytes or like `4GiB`."
+    )
+    store_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="`auto`: KV is stored bit for bit; `int8`: in 8 bits, also in memory, off by "
+        "at most 1/254 of the largest number of its token and head, and then a prefix hit is no "
+        "longer exact. Engines with different settings do not see each other's blocks.",
     )
     index_max_chunks: int = Field(
         1_000_000, ge=1, description="Chunks the matcher knows; the oldest are forgotten."

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvloom.bench.report import Report
 from kvloom.store.base import BlockHeader
-from kvloom.store.block_file import write_block
+from kvloom.store.block_file import pack, write_block
 from kvloom.store.catalog import IndexFeeder
 from kvloom.store.layout import block_path, make_private
 from kvloom.store.posix import Posix
@@ -89,7 +89,7 @@ def _write(root: Path, chunks: int, progress: Callable[[str], None]) -> None:
         for header in _headers(first, min(first + _BATCH, chunks)):
             path = block_path(folder, header.key)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            write_block(descriptor, header, memoryview(b""))
+            write_block(descriptor, pack(header, memoryview(b""), compressed=False))
             os.close(descriptor)
 
 

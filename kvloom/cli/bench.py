@@ -187,6 +187,19 @@ def store(
     )
 
 
+@app.command()
+def compression(
+    tokens: Annotated[int, typer.Option(min=64, help="Whose KV is compressed.")] = 1024,
+    answers: Annotated[int, typer.Option(min=1, help="Tokens predicted over it.")] = 512,
+    model: ModelOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Size, speed and error of compressed KV."""
+    from kvloom.bench import compression as bench
+
+    _run(lambda show: bench.run(_model(model), tokens - tokens % 64, answers, show), json)
+
+
 def _model(given: Path | None) -> Path:
     from kvloom.demo.model import DEFAULT_TARGET
 

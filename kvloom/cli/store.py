@@ -49,7 +49,8 @@ def inspect(directory: Directory, json: JsonOption = False) -> None:
         _print_json({"size": listing.size, **rubbish, "namespaces": namespaces})
         return
     table = Table(title=f"{directory}: {decimal(listing.size)}")
-    for heading in ("namespace", "blocks", "tokens", "bytes", "blended", "bad", "written", "used"):
+    headings = ["namespace", "blocks", "tokens", "bytes", "KV", "blended", "bad", "written", "used"]
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "namespace" else "right")
     for namespace, contents in found.items():
         table.add_row(
@@ -57,6 +58,7 @@ def inspect(directory: Directory, json: JsonOption = False) -> None:
             f"{contents.blocks:,}",
             f"{contents.tokens:,}",
             decimal(contents.size),
+            decimal(contents.payload),
             f"{contents.blended:,}",
             f"{contents.unreadable:,}",
             f"{_ago(contents.oldest_ns)} .. {_ago(contents.newest_ns)}",

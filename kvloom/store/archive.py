@@ -19,14 +19,8 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from kvloom.store.base import BlockHeader
-from kvloom.store.block_file import opened, write_block
-from kvloom.store.block_format import (
-    BadBlockError,
-    StoredHeader,
-    decode_header,
-    payload_offset,
-    verify_parts,
-)
+from kvloom.store.block_file import opened, write_fully
+from kvloom.store.block_format import BadBlockError, decode_header, verify_parts
 from kvloom.store.janitor import Janitor
 from kvloom.store.layout import LIMITS, BlockFile, block_path, make_private, pages, temporary_path
 from kvloom.store.survey import Bad, check
@@ -149,12 +143,12 @@ def import_blocks(source: IO[bytes], root: Path, namespace: str | None) -> Itera
                 if len(data) < member.size:
                     raise ArchiveError("the archive ends early")
                 try:
-                    stored, payload = _decode(data)
+                    header = _decode(data)
                 except BadBlockError as error:
                     moved.bad.append(Bad(member.name, str(error)))
                     continue
-                if namespace in (None, stored.block.namespace):
-                    _publish(janitor, stored.block, payload, member.mtime, moved)
+                if namespace in (None, header.namespace):
+                    _publish(janitor, header, data, member.mtime, moved)
                 yield moved
     except (tarfile.TarError, EOFError) as error:
         raise ArchiveError(f"no archive, or it ends early: {error}") from None
@@ -163,23 +157,23 @@ def import_blocks(source: IO[bytes], root: Path, namespace: str | None) -> Itera
         (root / LIMITS / "usage").unlink(missing_ok=True)
 
 
-def _decode(data: bytes) -> tuple[StoredHeader, memoryview]:
+def _decode(data: bytes) -> BlockHeader:
+    """The header of a whole and right block."""
     stored = decode_header(data)
     if stored.file_size != len(data):
         raise BadBlockError(f"{len(data)} bytes, should be {stored.file_size}")
-    payload = memoryview(data)[stored.payload_offset :]
-    verify_parts(stored, 0, payload)
-    return stored, payload
+    verify_parts(stored, 0, memoryview(data)[stored.payload_offset :])
+    return stored.block
 
 
 def _publish(
-    janitor: Janitor, header: BlockHeader, payload: memoryview, written_s: float, moved: Moved
+    janitor: Janitor, header: BlockHeader, data: bytes, written_s: float, moved: Moved
 ) -> None:
     path = block_path(janitor.root / header.namespace, header.key)
     if path.exists():
         moved.known += 1
         return
-    size = pages(payload_offset(header) + len(payload))
+    size = pages(len(data))
     make_private(path.parent)
     temporary = Path(temporary_path(str(path), size))
     try:
@@ -187,10 +181,10 @@ def _publish(
             if janitor.make_room(size) is None:
                 moved.no_room += 1
                 return
-            write_block(file.fileno(), header, payload)
+            write_fully(file.fileno(), memoryview(data), 0)
         os.utime(temporary, (written_s, written_s))
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     moved.blocks += 1
-    moved.size += payload_offset(header) + len(payload)
+    moved.size += len(data)

@@ -1,4 +1,4 @@
-"""Reading and writing the file of one block (spec rows S4, S6).
+"""Reading and writing the file of one block (spec rows S4, S6, S13).
 
 Payloads are read in pieces of some parts that fit into the processor's cache: a piece is read,
 verified and copied on while it is there, so that memory is passed over no more often than by a
@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from kvloom.store.block_format import (
     encode_header,
     header_size,
     parts_of,
+    payload_offset,
     verify_parts,
 )
+from kvloom.store.compression import Encoding, UndecodableError, compress, decompress
 
 _PIECE_BYTES = 256 * 1024
 _READ = (
@@ -105,28 +108,101 @@ def read_payload(
     part = part or PayloadSlice(0, stored.block.payload_size)
     first, last, span = parts_of(stored.block, part)
     at = span.offset
-    for begin, _, size in _pieces(stored.block.part_sizes, first, last):
+    for begin, end, piece in read_stored(descriptor, stored, first, last, scratch):
+        for whole in _decoded(stored, begin, end, piece):
+            left, right = max(part.offset, at), min(part.offset + part.length, at + len(whole))
+            yield left - part.offset, whole[left - at : right - at]
+            at += len(whole)
+
+
+def read_stored(
+    descriptor: int, stored: StoredHeader, first: int, last: int, scratch: Scratch
+) -> Iterator[tuple[int, int, memoryview]]:
+    """Parts as they are stored, verified: first of a piece, one past its last, and their bytes.
+
+    Raises:
+        BadBlockError: a part is damaged.
+        OSError: it can't be read.
+    """
+    at = stored.payload_offset + sum(stored.sizes[:first])
+    for begin, end, size in _pieces(stored.sizes, first, last):
         piece = scratch.take(size)
-        read_fully(descriptor, piece, stored.payload_offset + at)
+        read_fully(descriptor, piece, at)
         verify_parts(stored, begin, piece)
-        left, right = max(part.offset, at), min(part.offset + part.length, at + size)
-        yield left - part.offset, piece[left - at : right - at]
+        yield begin, end, piece
         at += size
 
 
-def write_block(descriptor: int, header: BlockHeader, payload: memoryview) -> None:
+def _decoded(
+    stored: StoredHeader, first: int, last: int, piece: memoryview
+) -> Iterator[memoryview]:
+    """The payload of a piece: all at once where it is stored as it is, else part by part."""
+    if stored.encoding is Encoding.RAW:
+        yield piece
+        return
+    at = 0
+    for part in range(first, last):
+        size = stored.sizes[part]
+        try:
+            yield decompress(piece[at : at + size], stored.block.part_sizes[part])
+        except UndecodableError as error:
+            raise BadBlockError(f"part {part}: {error}") from None
+        at += size
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """A block as its file will hold it.
+
+    Attributes:
+        sizes: stored bytes of each part.
+        payload: the stored parts, one after another.
+    """
+
+    header: BlockHeader
+    encoding: Encoding
+    sizes: tuple[int, ...]
+    payload: memoryview
+
+    @property
+    def file_size(self) -> int:
+        return payload_offset(self.header, self.encoding) + len(self.payload)
+
+
+def pack(header: BlockHeader, payload: memoryview, compressed: bool) -> PackedBlock:
+    """A block ready to be written; it shares the payload's memory where it is not compressed.
+
+    Raises:
+        OSError: it is to be compressed and zstandard is not installed.
+        ValueError: the payload has another size than its parts.
+    """
+    if len(payload) != header.payload_size:
+        raise ValueError(f"payload of {len(payload)} bytes, parts of {header.payload_size}")
+    if compressed:
+        ends = accumulate(header.part_sizes)
+        encoding, parts = compress(
+            [payload[end - size : end] for end, size in zip(ends, header.part_sizes, strict=True)]
+        )
+        if encoding is not Encoding.RAW:
+            sizes = tuple(len(part) for part in parts)
+            return PackedBlock(header, encoding, sizes, memoryview(b"".join(parts)))
+    return PackedBlock(header, Encoding.RAW, header.part_sizes, payload)
+
+
+def write_block(descriptor: int, block: PackedBlock) -> None:
     """Write a whole block into an empty file, at once: file systems lay that out best.
 
     Raises:
         OSError: it can't be written.
-        ValueError: the payload has another size than its parts, or a digest is not 16 bytes.
+        ValueError: a digest is not 16 bytes.
     """
-    if len(payload) != header.payload_size:
-        raise ValueError(f"payload of {len(payload)} bytes, parts of {header.payload_size}")
-    ends = list(accumulate(header.part_sizes))
+    ends = list(accumulate(block.sizes))
     starts = [0, *ends[:-1]]
+    payload = block.payload
     checksums = [checksum(payload[a:b]) for a, b in zip(starts, ends, strict=False)]
-    start = memoryview(encode_header(header, checksums))
+    stored_sizes = () if block.encoding is Encoding.RAW else block.sizes
+    header = encode_header(block.header, checksums, block.encoding, stored_sizes)
+    start = memoryview(header)
     done = os.pwritev(descriptor, [start, payload], 0)
     write_fully(descriptor, start[done:], done)
     written = max(done - len(start), 0)

@@ -3,7 +3,8 @@
     offset 0       fixed fields: magic, version, sizes, digests, position, generation, time
                    token ids    int32 little-endian [tokens]
                    part sizes   uint64 [parts]
-                   checksums    uint64 [parts], XXH3 of each part
+                   checksums    uint64 [parts], XXH3 of each part as it is stored
+                   stored sizes uint64 [parts], where parts are compressed
                    zeros
                    checksum     uint64, XXH3 of all the bytes before it
     payload_offset parts, one after another; a multiple of 4096 for direct I/O
@@ -23,12 +24,14 @@ import numpy.typing as npt
 import xxhash
 
 from kvloom.store.base import BlockHeader, PayloadSlice
+from kvloom.store.compression import Encoding
 
 ALIGNMENT = 4096
 VERSION = 1
 _MAGIC = b"kvloomKV"
-# magic, version, payload offset, tokens, parts, generation, position, created, then four digests.
-_FIXED = struct.Struct("<8sIIIIIQQ16s16s16s16s")
+# magic, version, encoding, payload offset, tokens, parts, generation, position, created, then four
+# digests.
+_FIXED = struct.Struct("<8sHHIIIIQQ16s16s16s16s")
 _WORD = 8
 _MOST_TOKENS = 1 << 20
 _MOST_PARTS = 1 << 16
@@ -43,22 +46,25 @@ class StoredHeader:
     """A header as it was stored.
 
     Attributes:
-        checksums: XXH3 of each part, uint64 [parts].
+        checksums: XXH3 of each part as it is stored, uint64 [parts].
         payload_offset: where the payload starts in the file.
+        sizes: bytes that each part takes in the file; those of the block where it is RAW.
     """
 
     block: BlockHeader
     checksums: npt.NDArray[np.uint64]
     payload_offset: int
+    encoding: Encoding
+    sizes: tuple[int, ...]
 
     @property
     def file_size(self) -> int:
-        return self.payload_offset + self.block.payload_size
+        return self.payload_offset + sum(self.sizes)
 
 
-def payload_offset(header: BlockHeader) -> int:
+def payload_offset(header: BlockHeader, encoding: Encoding = Encoding.RAW) -> int:
     """Where the payload of a block starts in its file: the size of the whole header."""
-    return _header_size(len(header.token_ids), len(header.part_sizes))
+    return _header_size(len(header.token_ids), len(header.part_sizes), encoding)
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -66,11 +72,17 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def encode_header(header: BlockHeader, checksums: Sequence[int]) -> bytes:
+def encode_header(
+    header: BlockHeader,
+    checksums: Sequence[int],
+    encoding: Encoding = Encoding.RAW,
+    stored_sizes: Sequence[int] = (),
+) -> bytes:
     """Header bytes, padded to the payload's offset.
 
     Args:
-        checksums: of each part.
+        checksums: of each part as it is stored.
+        stored_sizes: bytes of each part as it is stored, where that is not RAW.
 
     Raises:
         ValueError: a digest is not 16 bytes.
@@ -78,10 +90,11 @@ def encode_header(header: BlockHeader, checksums: Sequence[int]) -> bytes:
     digests = (bytes.fromhex(header.namespace), header.key, header.parent, header.scope)
     if any(len(digest) != 16 for digest in digests):
         raise ValueError("namespace, key, parent and scope are digests of 16 bytes")
-    offset = payload_offset(header)
+    offset = payload_offset(header, encoding)
     fixed = _FIXED.pack(
         _MAGIC,
         VERSION,
+        encoding,
         offset,
         len(header.token_ids),
         len(header.part_sizes),
@@ -91,8 +104,8 @@ def encode_header(header: BlockHeader, checksums: Sequence[int]) -> bytes:
         *digests,
     )
     tokens = np.ascontiguousarray(header.token_ids, dtype="<i4")
-    sizes, sums = np.asarray(header.part_sizes, "<u8"), np.asarray(checksums, "<u8")
-    body = b"".join((fixed, tokens.tobytes(), sizes.tobytes(), sums.tobytes()))
+    words = np.asarray([*header.part_sizes, *checksums, *stored_sizes], "<u8")
+    body = b"".join((fixed, tokens.tobytes(), words.tobytes()))
     body = body.ljust(offset - _WORD, b"\0")
     return body + struct.pack("<Q", checksum(body))
 
@@ -105,12 +118,16 @@ def header_size(start: bytes | bytearray | memoryview) -> int:
     """
     if len(start) < _FIXED.size:
         raise BadBlockError(f"{len(start)} bytes, shorter than a header")
-    magic, version, offset, tokens, parts, *_ = _FIXED.unpack_from(start)
+    magic, version, encoding, offset, tokens, parts, *_ = _FIXED.unpack_from(start)
     if magic != _MAGIC:
         raise BadBlockError("no kvloom block")
     if version != VERSION:
         raise BadBlockError(f"format version {version}, this is {VERSION}")
-    if tokens > _MOST_TOKENS or parts > _MOST_PARTS or offset != _header_size(tokens, parts):
+    if encoding not in tuple(Encoding):
+        raise BadBlockError(f"encoding {encoding} is not known")
+    if tokens > _MOST_TOKENS or parts > _MOST_PARTS:
+        raise BadBlockError("header sizes do not add up")
+    if offset != _header_size(tokens, parts, encoding):
         raise BadBlockError("header sizes do not add up")
     return int(offset)
 
@@ -124,9 +141,10 @@ def decode_header(data: bytes | bytearray | memoryview) -> StoredHeader:
     offset = header_size(data)
     if len(data) < offset:
         raise BadBlockError(f"header cut off at {len(data)} of {offset} bytes")
-    (_, _, _, tokens, parts, generation, position, created, namespace, key, parent, scope) = (
-        _FIXED.unpack_from(data)
+    _, _, encoding, _, tokens, parts, generation, position, created, *digests = _FIXED.unpack_from(
+        data
     )
+    namespace, key, parent, scope = digests
     tokens_at = _FIXED.size
     sizes_at = tokens_at + 4 * tokens
     sums_at = sizes_at + _WORD * parts
@@ -145,7 +163,11 @@ def decode_header(data: bytes | bytearray | memoryview) -> StoredHeader:
         created_ns=created,
     )
     checksums = np.frombuffer(data, dtype="<u8", count=parts, offset=sums_at).copy()
-    return StoredHeader(block, checksums, offset)
+    sizes = block.part_sizes
+    if encoding != Encoding.RAW:
+        stored_at = sums_at + _WORD * parts
+        sizes = tuple(np.frombuffer(data, "<u8", count=parts, offset=stored_at).tolist())
+    return StoredHeader(block, checksums, offset, Encoding(encoding), sizes)
 
 
 def parts_of(header: BlockHeader, part: PayloadSlice) -> tuple[int, int, PayloadSlice]:
@@ -164,21 +186,22 @@ def parts_of(header: BlockHeader, part: PayloadSlice) -> tuple[int, int, Payload
 
 
 def verify_parts(stored: StoredHeader, first: int, payload: memoryview) -> None:
-    """Check parts from the ``first`` on, as many as ``payload`` holds.
+    """Check parts from the ``first`` on as they are stored, as many as ``payload`` holds.
 
     Raises:
         BadBlockError: names the part that is damaged.
     """
     at = 0
-    for part in range(first, len(stored.block.part_sizes)):
+    for part in range(first, len(stored.sizes)):
         if at == len(payload):
             return
-        size = stored.block.part_sizes[part]
+        size = stored.sizes[part]
         if checksum(payload[at : at + size]) != int(stored.checksums[part]):
             raise BadBlockError(f"part {part} fails its checksum")
         at += size
 
 
-def _header_size(tokens: int, parts: int) -> int:
-    length = _FIXED.size + 4 * tokens + 2 * _WORD * parts + _WORD
+def _header_size(tokens: int, parts: int, encoding: int) -> int:
+    words = 2 * parts + (parts if encoding != Encoding.RAW else 0) + 1
+    length = _FIXED.size + 4 * tokens + _WORD * words
     return -(-length // ALIGNMENT) * ALIGNMENT

@@ -30,7 +30,10 @@ Block = tuple[BlockHeader, memoryview]
 
 
 def make_block(number: int, namespace: str = NAMESPACE, parts: int = PARTS) -> Block:
-    """A block of its own content; ``number`` decides all of it."""
+    """A block of its own content; ``number`` decides all of it.
+
+    The second part is one that a compressor makes smaller, the others are noise.
+    """
     random = np.random.default_rng(number)
     digest = [hashlib.blake2b(b"%d %d" % (number, i), digest_size=16).digest() for i in range(3)]
     header = BlockHeader(
@@ -45,6 +48,7 @@ def make_block(number: int, namespace: str = NAMESPACE, parts: int = PARTS) -> B
         created_ns=1_000 + number,
     )
     payload = random.integers(0, 256, header.payload_size, dtype=np.uint8)
+    payload[PART : 2 * PART] &= 3
     return header, memoryview(payload.tobytes())
 
 

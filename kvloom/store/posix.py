@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.config import KvloomConfig
+from kvloom.config import StoreConfig
 from kvloom.store.base import BlockHeader, Changes, PayloadSlice, Store, Task, Watcher
-from kvloom.store.block_file import Scratch, opened, read_header, read_payload, write_block
-from kvloom.store.block_format import BadBlockError, payload_offset
+from kvloom.store.block_file import Scratch, opened, pack, read_header, read_payload, write_block
+from kvloom.store.block_format import BadBlockError
+from kvloom.store.compression import require_zstandard
 from kvloom.store.janitor import Janitor, Sweeper
 from kvloom.store.layout import (
     QUARANTINE,
@@ -76,6 +77,10 @@ class Posix(Store):
         eviction: name of the eviction policy.
         ttl_s: seconds after which a block is gone; None: never.
         lookup_timeout_s: a lookup that takes longer finds nothing (``load_timeout_s``).
+        compression: ``none`` or ``zstd``, of blocks that are written; what is read says its own.
+
+    Raises:
+        ConfigError: ``zstd``, and zstandard is not installed.
     """
 
     def __init__(
@@ -90,8 +95,12 @@ class Posix(Store):
         eviction: str = "s3fifo",
         ttl_s: float | None = None,
         lookup_timeout_s: float = 10.0,
+        compression: str = "none",
     ) -> None:
         self.namespace = namespace
+        self._compressed = compression == "zstd"
+        if self._compressed:
+            require_zstandard()
         self._durability = durability
         self._ttl_s = ttl_s
         self._scan_every_s = scan_every_s
@@ -117,7 +126,7 @@ class Posix(Store):
         self._sweeper = Sweeper(janitors, ttl_s, self._sweep_failed)
 
     @classmethod
-    def from_config(cls, namespace: str, config: KvloomConfig) -> Posix:
+    def from_config(cls, namespace: str, config: StoreConfig) -> Posix:
         return cls(
             namespace,
             [Path(backend).expanduser() for backend in config.storage_backends],
@@ -128,6 +137,7 @@ class Posix(Store):
             eviction=config.eviction,
             ttl_s=config.ttl_s,
             lookup_timeout_s=config.load_timeout_s,
+            compression=config.compression,
         )
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -361,7 +371,8 @@ class Posix(Store):
         if any(self._is_there(*place) for place in places):
             return True
         (_, _, janitor), path = places[0]
-        size = pages(payload_offset(header) + len(buffer))
+        block = pack(header, buffer, self._compressed)
+        size = pages(block.file_size)
         temporary = temporary_path(path, size)
         descriptor = _create(temporary)
         reserved = False
@@ -371,7 +382,7 @@ class Posix(Store):
                 if level is None:
                     raise OSError(errno.ENOSPC, "disk_bytes leaves no room for this block")
                 reserved = True
-                write_block(descriptor, header, buffer)
+                write_block(descriptor, block)
                 if self._durability != "none":
                     os.fdatasync(descriptor)
             finally:

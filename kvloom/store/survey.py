@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvloom.store.block_file import Scratch, opened, read_header, read_payload
+from kvloom.store.block_file import Scratch, opened, read_header, read_stored
 from kvloom.store.block_format import BadBlockError, StoredHeader
 from kvloom.store.layout import BlockFile, Listing
 
@@ -20,6 +20,7 @@ class Contents:
 
     Attributes:
         blocks, size: files of blocks and their bytes.
+        payload: bytes of KV that they hold, before any compression.
         tokens: tokens of all of them.
         blended: blocks whose KV was computed on top of a blend; all others are exact.
         unreadable: blocks whose header is damaged, or can't be read.
@@ -29,6 +30,7 @@ class Contents:
 
     blocks: int = 0
     size: int = 0
+    payload: int = 0
     tokens: int = 0
     blended: int = 0
     unreadable: int = 0
@@ -67,6 +69,7 @@ def survey(blocks: Iterable[BlockFile]) -> dict[str, Contents]:
         except (OSError, BadBlockError):
             contents.unreadable += 1
         else:
+            contents.payload += header.payload_size
             contents.tokens += len(header.token_ids)
             contents.blended += header.generation > 0
         contents.blocks += 1
@@ -103,7 +106,7 @@ def check(block: BlockFile) -> StoredHeader:
     scratch = Scratch()
     with opened(block.path) as descriptor:
         stored = read_header(descriptor, block.namespace, block.key)
-        for _ in read_payload(descriptor, stored, None, scratch):
+        for _ in read_stored(descriptor, stored, 0, len(stored.sizes), scratch):
             pass
     return stored
 

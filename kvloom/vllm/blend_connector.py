@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kvloom.blend.int8 import DTYPES
 from kvloom.blend.rope import PositionCorrector
 from kvloom.blend.selection import make_policy
 from kvloom.config import ConfigError, KvloomConfig
@@ -79,8 +80,9 @@ class BlendConnector(KvloomConnector):
         self._group = kv_cache_config.kv_cache_groups[0]
         spec = cast("FullAttentionSpec", self._group.kv_cache_spec)
         _check_model(self.config, vllm_config, spec.head_size)
+        form = {"store_dtype": "int8"} if self.config.store_dtype == "int8" else {}
         namespace = engine_namespace(
-            vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size
+            vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size, **form
         )
         self._store = acquire_store(namespace, self.config)
         if role is KVConnectorRole.SCHEDULER:
@@ -125,6 +127,10 @@ class BlendConnector(KvloomConnector):
     def _make_worker(self, store: Store, kv_caches: dict[str, torch.Tensor]) -> BlendWorker:
         config, names = self._vllm_config, self._group.layer_names
         cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
+        if self.config.store_dtype == "int8" and cache.dtype not in DTYPES:
+            raise UnknownLayoutError(
+                f"store_dtype = 'int8' is not for KV in {cache.dtype}: leave the key out"
+            )
         engine: RecomputeEngine | None = None
         corrector: PositionCorrector | None = None
         try:

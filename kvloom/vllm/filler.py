@@ -27,6 +27,7 @@ from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.reader import PieceReader
 from kvloom.vllm.recompute import RecomputeEngine
+from kvloom.vllm.stored_form import StoredForm
 
 Positions = npt.NDArray[np.int64]
 _NOTHING: Positions = np.empty(0, dtype=np.int64)
@@ -62,17 +63,19 @@ class Filler:
         policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
+        form: StoredForm,
         *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
     ) -> None:
         self._policy = policy
         self._cache = cache
+        self._form = form
         self._corrector = corrector
         self._engine = engine
         # A load within a step must find buffers while one between steps holds its own.
-        self._within = PieceReader(store, cache, config)
-        self._between = PieceReader(store, cache, config)
+        self._within = PieceReader(store, form, config)
+        self._between = PieceReader(store, form, config)
 
     def fill(self, plan: LoadPlan, budget: Budget) -> Slices[Filled]:
         """Put a plan's KV in place."""
@@ -91,7 +94,8 @@ class Filler:
                 filled.lost.append(piece.key)
                 continue
             filled.loaded.append(piece.key)
-            payload = buffer.tensor[:, :, piece.offset : piece.offset + piece.length]
+            chunk = self._form.payload(buffer)
+            payload = chunk[:, :, piece.offset : piece.offset + piece.length]
             bytes_read += len(buffer.memory)
             loaded_tokens += piece.length
             if piece.delta:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import Store, Task
-from kvloom.vllm.buffers import Buffer, BufferPool
+from kvloom.vllm.buffers import Buffer
 from kvloom.vllm.metadata import Piece
-from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.stored_form import StoredForm
 
 _WAVE = 4
 _WAVES_AHEAD = 2
@@ -28,11 +28,10 @@ class _Wave:
 class PieceReader:
     """Reads the pieces of one plan at a time, in buffers of its own."""
 
-    def __init__(self, store: Store, cache: PagedCache, config: KvloomConfig) -> None:
+    def __init__(self, store: Store, form: StoredForm, config: KvloomConfig) -> None:
         self._store = store
         self._config = config
-        shape = cache.payload_shape(config.blend_chunk_size)
-        self._buffers = BufferPool(shape, cache.dtype, count=_WAVE * _WAVES_AHEAD)
+        self._buffers = form.buffers(_WAVE * _WAVES_AHEAD)
 
     def read(
         self, pieces: list[Piece], *, waits: bool

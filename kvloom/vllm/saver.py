@@ -14,9 +14,10 @@ from vllm.logger import init_logger
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
-from kvloom.vllm.buffers import Buffer, BufferPool
+from kvloom.vllm.buffers import Buffer
 from kvloom.vllm.metadata import SaveChunk, SavePlan
 from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.stored_form import StoredForm
 
 logger = init_logger(__name__)
 
@@ -31,15 +32,15 @@ class _Dump:
 class Saver:
     """Executes save plans; what does not fit ``save_queue_bytes`` is dropped, never waited for."""
 
-    def __init__(self, config: KvloomConfig, store: Store, cache: PagedCache) -> None:
+    def __init__(
+        self, config: KvloomConfig, store: Store, cache: PagedCache, form: StoredForm
+    ) -> None:
         self._config = config
         self._store = store
         self._cache = cache
-        shape = cache.payload_shape(config.blend_chunk_size)
-        payload_bytes = cache.part_size(config.blend_chunk_size) * len(cache.layers)
-        self._buffers = BufferPool(
-            shape, cache.dtype, count=max(config.save_queue_bytes // payload_bytes, 1)
-        )
+        self._form = form
+        payload_bytes = form.part_size * len(cache.layers)
+        self._buffers = form.buffers(max(config.save_queue_bytes // payload_bytes, 1))
         self._dumps: deque[_Dump] = deque()
         self._dropped = 0
         self._lost: list[bytes] = []
@@ -49,15 +50,18 @@ class Saver:
         self._reap()
         headers: list[BlockHeader] = []
         buffers: list[Buffer] = []
-        for chunk in plan.chunks:
+        for number, chunk in enumerate(plan.chunks):
             buffer = self._buffers.acquire()
             if buffer is None:
-                self._drop(plan.chunks[len(headers) :])
+                self._drop(plan.chunks[number:])
                 break
             tokens = len(chunk.token_ids)
             where = torch.arange(chunk.position, chunk.position + tokens)
             slots = self._cache.slots(plan.block_ids, where).to(self._cache.device)
-            self._cache.gather(slots, buffer.tensor)
+            if not self._form.gather(slots, buffer):
+                self._buffers.release(buffer)
+                self._lost.append(chunk.key)
+                continue
             buffers.append(buffer)
             headers.append(
                 BlockHeader(
@@ -68,7 +72,7 @@ class Saver:
                     position=chunk.position,
                     generation=plan.generation,
                     token_ids=chunk.token_ids,
-                    part_sizes=(self._cache.part_size(tokens),) * len(self._cache.layers),
+                    part_sizes=(self._form.part_size,) * len(self._cache.layers),
                     created_ns=time.time_ns(),
                 )
             )

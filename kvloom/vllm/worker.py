@@ -24,6 +24,7 @@ from kvloom.vllm.metadata import LoadPlan, SavePlan, WorkerReport
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.saver import Saver
+from kvloom.vllm.stored_form import StoredForm
 
 logger = init_logger(__name__)
 
@@ -59,8 +60,11 @@ class BlendWorker:
         self._config = config
         self._store = store
         self._cache = cache
-        self._filler = Filler(config, policy, store, cache, corrector=corrector, engine=engine)
-        self._saver = Saver(config, store, cache)
+        form = StoredForm(config, cache)
+        self._filler = Filler(
+            config, policy, store, cache, form, corrector=corrector, engine=engine
+        )
+        self._saver = Saver(config, store, cache, form)
         self._between_steps: deque[_Load] = deque()
         self._arrived: set[str] = set()
         self._failed_blocks: set[int] = set()

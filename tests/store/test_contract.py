@@ -40,6 +40,11 @@ class TestPosixOnThreeDirectories(StoreContract):
         return Posix(namespace, [folder / name for name in "abc"], "full", threads=2)
 
 
+class TestCompressedPosix(StoreContract):
+    def make_store(self, folder: Path, namespace: str) -> Store:
+        return Posix(namespace, [folder / "store"], "none", threads=2, compression="zstd")
+
+
 class TestPipeline(StoreContract):
     def make_store(self, folder: Path, namespace: str) -> Store:
         config = KvloomConfig.from_extra({"storage_backends": str(folder)})

@@ -27,6 +27,7 @@ def main():
         output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
         figures = (output.kv_transfer_params or {}).get("kvloom", {})
         answers.append({"tokens": list(output.outputs[0].token_ids),
+                        "cached": output.num_cached_tokens,
                         **{k: v for k, v in figures.items() if isinstance(v, (int, float))}})
     print("ANSWERS" + json.dumps(answers), flush=True)
     llm.llm_engine.engine_core.shutdown()
