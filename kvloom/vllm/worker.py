@@ -27,6 +27,7 @@ from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer, BufferPool
 from kvloom.vllm.correction import Correction
 from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, SaveChunk, SavePlan, WorkerReport
+from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
 
@@ -66,6 +67,7 @@ class BlendWorker:
         policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
+        metrics: Metrics,
         *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
@@ -74,6 +76,7 @@ class BlendWorker:
         self._policy = policy
         self._store = store
         self._cache = cache
+        self._metrics = metrics
         self._corrector = corrector
         self._engine = engine
         shape = cache.payload_shape(config.blend_chunk_size)
@@ -302,11 +305,16 @@ class BlendWorker:
     def _end(self, dump: _Dump, deadline_s: float) -> None:
         outcomes = dump.task.wait(deadline_s)
         self._report.lost += [k for k, done in zip(dump.keys, outcomes, strict=True) if not done]
+        size, lost = len(dump.buffers[0].memory), outcomes.count(False)
+        self._metrics.moved(
+            "save", (len(outcomes) - lost) * size, lost * self._config.blend_chunk_size
+        )
         for buffer in dump.buffers:
             self._save_buffers.release(buffer)
 
     def _drop(self, chunks: list[SaveChunk]) -> None:
         self._report.lost += [chunk.key for chunk in chunks]
+        self._metrics.failed("save", len(chunks) * self._config.blend_chunk_size)
         if not self._dropped_saves:
             logger.warning(
                 "kvloom: the store is slower than the engine: saves beyond save_queue_bytes = %d "
