@@ -31,6 +31,7 @@ from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
 from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
+from kvloom.vllm.metrics import KvloomStats
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
 from kvloom.vllm.paged_cache import UnknownLayoutError
 from kvloom.vllm.recompute import RecomputeEngine
@@ -99,6 +100,7 @@ class BlendConnector(KvloomConnector):
             self.config,
             index,
             self._policy,
+            self._metrics,
             block_size=block_size,
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
@@ -141,7 +143,13 @@ class BlendConnector(KvloomConnector):
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
         return BlendWorker(
-            self.config, self._policy, store, cache, corrector=corrector, engine=engine
+            self.config,
+            self._policy,
+            store,
+            cache,
+            self._metrics,
+            corrector=corrector,
+            engine=engine,
         )
 
     @guarded(lambda: None)
@@ -187,6 +195,13 @@ class BlendConnector(KvloomConnector):
         report.obstacle = obstacle
         report.timed = self._metadata().timed
         return report if report.loads or report.lost or obstacle or report.timed else None
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KvloomStats | None:
+        # Where blocks are loaded, and only then: a store may take long to say what it has done.
+        if self._worker is not None and self._store is not None and self._metadata().loads:
+            self._metrics.store_totals(self._store.stats())
+        return super().get_kv_connector_stats()
 
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

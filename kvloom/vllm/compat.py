@@ -86,8 +86,28 @@ def cache_layer(name: str, layer: Any, cache: Tensor) -> CacheLayer:
     if update is None:
         raise EngineMismatchError(f"{type(layer.impl).__name__} has no do_kv_cache_update")
 
-    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        update(layer, keys, values, cache, slots)
+    if hasattr(layer, "kv_lora_rank"):
+        return _latent_layer(name, layer, cache, update)
+
+    def write(kv: Tensor, slots: Tensor) -> None:
+        update(layer, kv[0], kv[1], cache, slots)
+
+    return CacheLayer(name, cache, write)
+
+
+def _latent_layer(name: str, layer: Any, cache: Tensor, update: Callable[..., None]) -> CacheLayer:
+    """An MLA layer's cache; the engine registers it with one head."""
+    rank, rope_dim = layer.kv_lora_rank, layer.qk_rope_head_dim
+    if cache.dim() == 4:
+        cache = cache.squeeze(1)
+    if cache.dim() != 3 or cache.shape[-1] != rank + rope_dim:
+        raise EngineMismatchError(
+            f"{name}: a latent cache of shape {tuple(cache.shape)} for {rank} + {rope_dim} values"
+        )
+
+    def write(kv: Tensor, slots: Tensor) -> None:
+        latent, rope = kv[0, :, 0, :rank], kv[0, :, :, rank:]
+        update(latent, rope, cache, slots, layer.kv_cache_dtype, layer._k_scale)
 
     return CacheLayer(name, cache, write)
 

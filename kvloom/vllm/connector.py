@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from kvloom.vllm import compat
+from kvloom.vllm.metrics import KvloomPromMetrics, KvloomStats, Metrics
 from kvloom.vllm.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     Attributes:
         _scheduler: set on the engine's scheduler, if kvloom is not off.
         _promised: requests that count on tokens from us, by id.
+        _metrics: what this side counts; vLLM takes it every step.
     """
 
     _scheduler: SchedulerSide | None
@@ -79,6 +81,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         # answers the user with an error instead.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._promised: dict[str, Request] = {}
+        self._metrics = Metrics()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,14 +136,39 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.drop(request.request_id)  # or its state would stay for ever
             raise
 
+    # Metrics, of both sides
 
-def why_off(kv_cache_config: KVCacheConfig) -> str | None:
-    """What of the engine's KV cache rules kvloom out; both sides come to the same answer."""
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KvloomStats | None:
+        return self._metrics.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvloomStats:
+        return KvloomStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvloomPromMetrics:
+        return KvloomPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def why_off(kv_cache_config: KVCacheConfig, *, latent: bool = False) -> str | None:
+    """What of the engine's KV cache rules kvloom out; both sides come to the same answer.
+
+    Args:
+        latent: MLA's cache can be served.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"models with {len(groups)} KV cache groups are not supported yet"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+    spec: Any = groups[0].kv_cache_spec
+    kinds = (FullAttentionSpec, MLAAttentionSpec) if latent else (FullAttentionSpec,)
+    if type(spec) not in kinds or spec.sliding_window or spec.attention_chunk_size:
         return f"only full attention is supported yet, not {type(spec).__name__}"
     return None
 

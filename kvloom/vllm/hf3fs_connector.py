@@ -1,7 +1,9 @@
 """HF3FSKVConnector: exact prefixes in page files on 3FS, found by a metadata service (HF3FS.md).
 
-Every rank of an engine has a page file; a block's key is the engine's own block hash. Engines with
-the same model and settings share the namespace, and so each other's blocks.
+Every rank of an engine has a page file; with MLA, whose latent is the same on all ranks of tensor
+parallelism, every pipeline stage has one. A block's key is the engine's own block hash, and is
+complete when its page is confirmed in all files. Engines with the same model and settings share the
+namespace, and so each other's blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 
 from kvloom.config import IO_ENTRIES, ConfigError, Hf3fsConfig
 from kvloom.hf3fs.client import GeometryError, Hf3fsClient
@@ -28,7 +30,7 @@ from kvloom.vllm import compat
 from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
 from kvloom.vllm.hf3fs_plans import BlockPlan, Hf3fsReport, Hf3fsStep
 from kvloom.vllm.hf3fs_scheduler import Hf3fsScheduler
-from kvloom.vllm.hf3fs_transfers import AsyncOperationManager
+from kvloom.vllm.hf3fs_transfers import AsyncOperationManager, Share
 from kvloom.vllm.namespace import engine_namespace
 from kvloom.vllm.paged_cache import UnknownLayoutError
 
@@ -62,13 +64,14 @@ class HF3FSKVConnector(KvloomConnector):
         self._report = Hf3fsReport()
         self._finished_saves: set[str] = set()
         self._failed_blocks: set[int] = set()
-        reason = why_off(kv_cache_config)
+        reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("kvloom is off: %s", reason)
             return
         _check_hashes(vllm_config)
         spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._block_size = spec.block_size
         model, cache = vllm_config.model_config, vllm_config.cache_config
         self._namespace = engine_namespace(
             vllm_config,
@@ -90,6 +93,7 @@ class HF3FSKVConnector(KvloomConnector):
             self._scheduler = Hf3fsScheduler(
                 self.config,
                 self._metadata_client,
+                self._metrics,
                 block_size=spec.block_size,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
@@ -113,10 +117,11 @@ class HF3FSKVConnector(KvloomConnector):
     def _make_transfers(
         self, metadata: MetadataClient, kv_caches: dict[str, torch.Tensor]
     ) -> AsyncOperationManager:
-        config, parallel = self.config, self._vllm_config.parallel_config
+        config = self.config
         cache, _ = paged_cache(self._vllm_config, self._kv_cache_config, kv_caches)
+        share = _share(self._vllm_config, self._kv_cache_config)
         size = page_bytes(cache.part_size(cache.block_size) * len(cache.layers))
-        path = Path(config.hf3fs_storage_path, self._namespace, f"rank-{parallel.rank}.pages")
+        path = Path(config.hf3fs_storage_path, self._namespace, f"rank-{share.file}.pages")
         self._clients += [
             Hf3fsClient(str(path), config.hf3fs_file_size, size, IO_ENTRIES, config.hf3fs_io)
             for _ in range(config.hf3fs_client_numjobs)
@@ -126,24 +131,31 @@ class HF3FSKVConnector(KvloomConnector):
         logger.info(
             "kvloom: %s: %d pages of %d bytes by %s (%s)", path, pages, size, first.io, first.why
         )
-        answer = metadata.initialize(parallel.rank, pages, parallel.world_size)
+        answer = metadata.initialize(share.file, pages, share.files)
         if isinstance(answer, NoAnswer) and answer.status:
             raise GeometryError(f"the metadata service refuses this rank: {answer.reason}")
-        return AsyncOperationManager(config, cache, self._clients, metadata, parallel.rank)
+        return AsyncOperationManager(
+            config, cache, self._clients, metadata, self._metrics, share=share
+        )
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for plan in self._plans().loads:
-            if self._transfers is None:
+            try:
+                if self._transfers is None:
+                    self._fail(plan)
+                else:
+                    self._transfers.load(plan)
+            except Exception:
+                # A promised load that is never reported would keep its request waiting for ever.
+                logger.exception("kvloom: loading for request %s failed", plan.request_id)
                 self._fail(plan)
-            else:
-                self._transfers.load(plan)
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        for plan in self._plans().saves:
-            if plan.last:
-                self._finished_saves.add(plan.request_id)
+        plans = self._plans().saves
+        self._finished_saves |= {plan.request_id for plan in plans if plan.last}
+        for plan in plans:
             if self._transfers is None or self._failed_blocks.intersection(plan.block_ids):
                 self._report.lost += plan.keys
             else:
@@ -175,6 +187,7 @@ class HF3FSKVConnector(KvloomConnector):
         return report if report.failed_loads or report.lost or report.obstacle else None
 
     def _fail(self, plan: BlockPlan) -> None:
+        self._metrics.failed("load", len(plan.block_ids) * self._block_size)
         self._failed_blocks.update(plan.block_ids)
         self._report.failed_loads.add(plan.request_id)
 
@@ -234,6 +247,31 @@ class HF3FSKVConnector(KvloomConnector):
         for client in self._clients:
             client.close()
         self._clients = []
+
+
+def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported yet"
+    # vLLM's CPU backend for MLA switches chunked prefill off, and computes wrong tokens behind a
+    # prefix that is in the cache, also where that is bit for bit what it computed itself.
+    if _is_latent(kv_cache_config) and not vllm_config.scheduler_config.enable_chunked_prefill:
+        return "with MLA this engine can't go on from a prefix (its chunked prefill is off)"
+    return why_off(kv_cache_config, latent=True)
+
+
+def _is_latent(kv_cache_config: KVCacheConfig) -> bool:
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups)
+
+
+def _share(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Share:
+    """What of the KV this worker's rank holds, and whether it is the one to save it (H19)."""
+    parallel = vllm_config.parallel_config
+    if not _is_latent(kv_cache_config):
+        return Share(parallel.rank, parallel.world_size, saves=True)
+    stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    return Share(stage, parallel.pipeline_parallel_size, saves=tp_rank == 0)
 
 
 def _check_hashes(vllm_config: VllmConfig) -> None:

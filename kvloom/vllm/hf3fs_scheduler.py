@@ -22,6 +22,7 @@ from kvloom.config import Hf3fsConfig
 from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
 from kvloom.vllm import compat
 from kvloom.vllm.hf3fs_plans import BlockPlan, Hf3fsReport, Hf3fsStep
+from kvloom.vllm.metrics import Metrics
 
 logger = init_logger(__name__)
 
@@ -44,18 +45,20 @@ class BlockState:
 
     Attributes:
         match: of the last look-up; pending: a load to be sent with this step.
-        loading: a load is under way: its blocks are not in place.
+        loading: tokens of a load that is under way: their blocks are not in place.
         gave_up: a load of it failed: the rest is computed, or it would be tried for ever.
         saved: blocks from the start that are stored or on their way.
-        loaded: tokens that came from the store, for its report.
+        local, loaded: tokens that it found in the engine's own cache and in the store when it was
+            first admitted, for its report.
     """
 
     request: Any
     match: BlockMatch | None = None
     pending: BlockMatch | None = None
-    loading: bool = False
+    loading: int = 0
     gave_up: bool = False
     saved: int = 0
+    local: int = 0
     loaded: int = 0
 
 
@@ -70,6 +73,7 @@ class Hf3fsScheduler:
         self,
         config: Hf3fsConfig,
         metadata: MetadataClient,
+        metrics: Metrics,
         *,
         block_size: int,
         loads: bool,
@@ -77,6 +81,7 @@ class Hf3fsScheduler:
     ) -> None:
         self._config = config
         self._metadata = metadata
+        self._metrics = metrics
         self._block_size = block_size
         self._loads, self._saves = loads, saves
         self._states: dict[str, BlockState] = {}
@@ -104,7 +109,11 @@ class Hf3fsScheduler:
     def match(self, request: Any, local: int) -> int:
         """Tokens beyond the ``local`` ones that are stored (H16); no side effects."""
         state = self._states.get(request.request_id)
-        if state is None or not self._loads or state.gave_up or request.skip_reading_prefix_cache:
+        if state is None:
+            return 0
+        if not request.num_preemptions:
+            state.local = local
+        if not self._loads or state.gave_up or request.skip_reading_prefix_cache:
             return 0
         first, rest = divmod(local, self._block_size)
         # At least one token is always left to the engine.
@@ -122,7 +131,9 @@ class Hf3fsScheduler:
         if state is None or num_external_tokens <= 0:
             return
         state.pending, state.match = state.match, None
-        state.loading = True
+        state.loading = num_external_tokens
+        if not request.num_preemptions:
+            state.loaded = num_external_tokens
 
     def step(self, output: SchedulerOutput) -> Hf3fsStep:
         """Plans for the workers."""
@@ -131,7 +142,6 @@ class Hf3fsScheduler:
         for request_id, state in self._states.items():
             if state.pending is not None:
                 plans.loads.append(self._load_plan(state, state.pending))
-                state.loaded = state.pending.count * self._block_size
                 state.pending = None
             scheduled = output.num_scheduled_tokens.get(request_id)
             if scheduled is not None:
@@ -153,9 +163,9 @@ class Hf3fsScheduler:
         for request_id in finished_loads:
             state = self._states.get(request_id)
             if state is not None:
-                state.loading = False
                 what = "could not all be loaded" if state.gave_up else "loaded"
-                logger.info("kvloom: %s: %d tokens %s", request_id, state.loaded, what)
+                logger.info("kvloom: %s: %d tokens %s", request_id, state.loading, what)
+                state.loading = 0
 
     def drop(self, request_id: str) -> None:
         """Leave a request alone from now on: something about it went wrong."""
@@ -171,22 +181,27 @@ class Hf3fsScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
+        prompt, exact = request.num_prompt_tokens, 0 if state.gave_up else state.loaded
+        self._metrics.prompt(local=state.local, exact=exact, new=prompt - state.local - exact)
         figures = None
         if (request.kv_transfer_params or {}).get("kvloom_report"):
-            exact = 0 if state.gave_up else state.loaded
-            figures = {"kvloom": {"prompt_tokens": request.num_prompt_tokens, "exact": exact}}
+            figures = {"kvloom": {"prompt_tokens": prompt, "exact": exact}}
         save = self._save_plan(state, request.num_computed_tokens, last=True)
         if save is not None:
             self._last_saves.append(save)
         return save is not None, figures
 
     def _find(self, request: Any, first: int, last: int) -> BlockMatch:
+        began = time.monotonic()
         keys = self._keys(request, first, last)
         found = self._metadata.exists(keys, lease=True)
+        asked = time.monotonic()
+        self._metrics.took("match", asked - began)
         count = 0
         if not isinstance(found, NoAnswer):
             count = next((i for i, there in enumerate(found) if not there), len(found))
-        return BlockMatch(first, count, time.monotonic())
+            self._metrics.asked("hf3fs", hits=count, misses=len(found) - count)
+        return BlockMatch(first, count, asked)
 
     def _load_plan(self, state: BlockState, match: BlockMatch) -> BlockPlan:
         request, end = state.request, match.first + match.count

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -32,6 +33,7 @@ from kvloom.store.tasks import BatchTask
 from kvloom.store.threads import WorkerThreads
 from kvloom.vllm.buffers import Buffer, BufferPool
 from kvloom.vllm.hf3fs_plans import BlockPlan
+from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.paged_cache import PagedCache
 
 logger = init_logger(__name__)
@@ -41,10 +43,25 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of the KV.
+
+    Attributes:
+        file: number of the page file that its blocks lie in.
+        files: how many hold a block's KV together.
+        saves: whether this rank writes them; where several hold the same, one does.
+    """
+
+    file: int
+    files: int
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Load:
     plan: BlockPlan
     task: BatchTask
-    ends: float
+    began: float
 
 
 class AsyncOperationManager:
@@ -61,12 +78,15 @@ class AsyncOperationManager:
         cache: PagedCache,
         clients: Sequence[Hf3fsClient],
         metadata: MetadataClient,
-        rank: int,
+        metrics: Metrics,
+        *,
+        share: Share,
     ) -> None:
         self._config = config
         self._cache = cache
         self._metadata = metadata
-        self._rank = rank
+        self._share = share
+        self._metrics = metrics
         shape = cache.payload_shape(cache.block_size)
         self._payload_bytes = cache.part_size(cache.block_size) * len(cache.layers)
         self._page_bytes = page_bytes(self._payload_bytes)
@@ -91,7 +111,7 @@ class AsyncOperationManager:
     def load(self, plan: BlockPlan) -> None:
         """Begin to put a plan's blocks in place; never blocks."""
         task = BatchTask(len(plan.block_ids))
-        self._loads.append(_Load(plan, task, time.monotonic() + self._config.load_timeout_s))
+        self._loads.append(_Load(plan, task, time.monotonic()))
         if plan.keys:
             self._lookups.submit(partial(self._locate, plan, task))
         else:
@@ -99,7 +119,9 @@ class AsyncOperationManager:
 
     def save(self, plan: BlockPlan) -> None:
         """Copy a plan's blocks out and hand them to the threads; never blocks."""
-        entries = []
+        if not self._share.saves:
+            return
+        entries: list[tuple[str, int, Buffer]] = []
         for key, block in zip(plan.keys, plan.block_ids, strict=True):
             with self._lock:
                 if key in self._saving:
@@ -108,23 +130,36 @@ class AsyncOperationManager:
             if buffer is None:
                 self._drop([key], "all buffers are in use: 3FS is slower than the engine")
                 continue
-            self._cache.gather(self._slots(block), buffer.tensor)
             with self._lock:
                 self._saving.add(key)
-            entries.append((key, buffer))
+            entries.append((key, block, buffer))
         for batch in _batches(entries):
-            self._save_threads.submit(partial(self._write, batch))
+            pages = [(key, buffer) for key, _, buffer in batch]
+            try:
+                self._cache.gather_blocks(
+                    [block for _, block, _ in batch], [buffer.tensor for _, buffer in pages]
+                )
+            except BaseException:
+                self._end_saves(pages)
+                raise
+            self._save_threads.submit(partial(self._write, pages, time.monotonic()))
 
     def take_finished_loads(self) -> list[tuple[BlockPlan, set[int]]]:
         """Plans that came to an end, each with the ids of its blocks that did not come."""
         finished = []
-        now = time.monotonic()
         for load in list(self._loads):
-            if load.task.check() or now >= load.ends:
+            waited = time.monotonic() - load.began
+            if load.task.check() or waited >= self._config.load_timeout_s:
                 self._loads.remove(load)
                 outcomes = load.task.wait(0.0)  # from here on no thread writes to its blocks
                 blocks = zip(load.plan.block_ids, outcomes, strict=True)
-                finished.append((load.plan, {block for block, done in blocks if not done}))
+                failed = {block for block, done in blocks if not done}
+                finished.append((load.plan, failed))
+                good = len(outcomes) - len(failed)
+                self._metrics.took("load", waited)
+                self._metrics.moved(
+                    "load", good * self._payload_bytes, len(failed) * self._cache.block_size
+                )
         return finished
 
     def take_dropped(self) -> list[str]:
@@ -147,7 +182,7 @@ class AsyncOperationManager:
     # Loading, in threads
 
     def _locate(self, plan: BlockPlan, task: BatchTask) -> None:
-        places = self._metadata.locations(self._rank, plan.keys)
+        places = self._metadata.locations(self._share.file, plan.keys)
         if isinstance(places, NoAnswer):
             self._settle(task, range(len(plan.keys)), False)
             return
@@ -169,46 +204,61 @@ class AsyncOperationManager:
             buffers = [b for _ in wanted if (b := self._load_buffers.acquire()) is not None]
             offsets = [place.page * self._page_bytes for _, place in wanted]
             results = client.batch_read(offsets, [_whole(buffer) for buffer in buffers])
+            good: list[tuple[int, Buffer]] = []
             for (entry, place), buffer, result in zip(wanted, buffers, results, strict=True):
                 key = plan.keys[entry]
-                good = result == self._page_bytes and verify(
+                if result == self._page_bytes and verify(
                     buffer.memory, self._payload_bytes, key, place.generation
-                )
-                if good:
-                    with task.writing(entry) as granted, torch.inference_mode():
-                        if granted:
-                            slots = self._slots(plan.block_ids[entry])
-                            self._cache.scatter(buffer.tensor.to(self._cache.device), slots)
-                else:
-                    why = "its page is another's or damaged" if result >= 0 else f"error {-result}"
-                    self._warn(f"could not read block {key[:16]}: {why}")
-                    if result >= 0:
-                        self._metadata.delete([key])  # or the next request would fail on it too
-                task.settle(entry, good)
+                ):
+                    good.append((entry, buffer))
+                    continue
+                why = "its page is another's or damaged" if result >= 0 else f"error {-result}"
+                self._warn(f"could not read block {key[:16]}: {why}")
+                if result >= 0:
+                    self._metadata.delete([key])  # or the next request would fail on it too
+                task.settle(entry, False)
+            self._fill(plan, task, good)
         finally:
             self._readers.put(client)
             for buffer in buffers:
                 self._load_buffers.release(buffer)
             self._settle(task, [entry for entry, _ in batch], False)
 
+    def _fill(self, plan: BlockPlan, task: BatchTask, read: list[tuple[int, Buffer]]) -> None:
+        with ExitStack() as turns, torch.inference_mode():
+            mine = [item for item in read if turns.enter_context(task.writing(item[0]))]
+            if mine:
+                self._cache.scatter_blocks(
+                    [buffer.tensor for _, buffer in mine],
+                    [plan.block_ids[entry] for entry, _ in mine],
+                )
+            self._settle(task, [entry for entry, _ in mine], True)
+
     # Saving, in threads
 
-    def _write(self, batch: list[tuple[str, Buffer]]) -> None:
+    def _write(self, batch: list[tuple[str, Buffer]], began: float) -> None:
         try:
-            self._write_batch(batch)
+            written = self._write_batch(batch)
+            if written:
+                self._metrics.took("save", time.monotonic() - began)
+                self._metrics.moved("save", written * self._payload_bytes)
         finally:
-            for _, buffer in batch:
-                self._save_buffers.release(buffer)
-            with self._no_save_under_way:
-                self._saving.difference_update(key for key, _ in batch)
-                self._no_save_under_way.notify_all()
+            self._end_saves(batch)
 
-    def _write_batch(self, batch: list[tuple[str, Buffer]]) -> None:
+    def _end_saves(self, batch: list[tuple[str, Buffer]]) -> None:
+        for _, buffer in batch:
+            self._save_buffers.release(buffer)
+        with self._no_save_under_way:
+            self._saving.difference_update(key for key, _ in batch)
+            self._no_save_under_way.notify_all()
+
+    def _write_batch(self, batch: list[tuple[str, Buffer]]) -> int:
+        """How many blocks were written; those that others have or write are none."""
         keys = [key for key, _ in batch]
-        answer = self._metadata.allocate(self._rank, keys)
+        answer = self._metadata.allocate(self._share.file, keys)
         if isinstance(answer, NoAnswer):
             self._drop(keys, answer.reason)
-            return
+            return 0
         mine: list[tuple[str, Buffer, Allocation]] = []
         for (key, buffer), given in zip(batch, answer, strict=True):
             if given.status is Status.WRITE:
@@ -217,7 +267,7 @@ class AsyncOperationManager:
             elif given.status is Status.FULL:
                 self._drop([key], "no page is free")
         if not mine:
-            return
+            return 0
         client = self._writers.get()
         try:
             results = client.batch_write(
@@ -232,18 +282,20 @@ class AsyncOperationManager:
             page = Written(key, given.page, given.generation)
             (written if result == self._page_bytes else failed).append(page)
         if written:
-            confirmed = self._metadata.confirm(self._rank, written)
+            confirmed = self._metadata.confirm(self._share.file, written)
             if isinstance(confirmed, NoAnswer):
                 self._drop([page.key for page in written], confirmed.reason)
+                written = []
+            elif not all(confirmed):
+                late = [page for page, good in zip(written, confirmed, strict=True) if not good]
+                self._drop([page.key for page in late], "their write leases had ended")
+                written = [page for page in written if page not in late]
         if failed:
-            self._metadata.release(self._rank, failed)
+            self._metadata.release(self._share.file, failed)
             self._drop([page.key for page in failed], f"writing failed: {min(results)}")
+        return len(written)
 
     # Common
-
-    def _slots(self, block: int) -> torch.Tensor:
-        first = block * self._cache.block_size
-        return torch.arange(first, first + self._cache.block_size, device=self._cache.device)
 
     def _settle(self, task: BatchTask, entries: Sequence[int], outcome: bool) -> None:
         for entry in entries:
@@ -252,6 +304,7 @@ class AsyncOperationManager:
     def _drop(self, keys: list[str], why: str) -> None:
         with self._lock:
             self._dropped += keys
+        self._metrics.failed("save", len(keys) * self._cache.block_size)
         self._warn(f"{len(keys)} blocks were not saved: {why}")
 
     def _warn(self, text: str) -> None:

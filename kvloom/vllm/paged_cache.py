@@ -2,14 +2,15 @@
 
 A slot is ``block id * block size + offset``. Writing goes through the engine's own
 ``do_kv_cache_update``, which knows the backend's layout; reading uses strided views of the
-``[blocks, heads, block_size, 2 * head_dim]`` tensor. Which view is right is not assumed: known
-values are written by the engine and must come back bit for bit, or the layout is refused. A new
-engine version with another layout then costs speed, never wrong KV.
+``[blocks, heads, block_size, 2 * head_dim]`` tensor, or of MLA's ``[blocks, block_size, width]``.
+Which view is right is not assumed: known values are written by the engine and must come back bit
+for bit, or the layout is refused. A new engine version with another layout then costs speed, never
+wrong KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 _SLOTS_A_PIECE = 8
 
-WriteFn = Callable[[Tensor, Tensor, Tensor], None]
-Views = tuple[Tensor, Tensor]
+WriteFn = Callable[[Tensor, Tensor], None]
+Views = tuple[Tensor, ...]
+"""[parts, blocks, block_size, heads, width] each: K and V in one view, in two, or MLA's latent."""
 
 
 class UnknownLayoutError(RuntimeError):
@@ -31,9 +33,9 @@ class CacheLayer:
 
     Attributes:
         name: the engine's layer name.
-        cache: [blocks, heads, block_size, 2 * head_dim].
-        write: (keys, values, slots) -> None, keys and values [tokens, heads, head_dim], slots
-            int64 [tokens]; the engine's own cache update.
+        cache: [blocks, heads, block_size, 2 * head_dim], or [blocks, block_size, width] of MLA.
+        write: (kv, slots) -> None, kv [parts, tokens, heads, width], slots int64 [tokens]; the
+            engine's own cache update.
     """
 
     name: str
@@ -46,12 +48,12 @@ def _transposed_keys(cache: Tensor) -> Views:
     [block_size, head_dim]."""
     blocks, heads, block_size, width = cache.shape
     head_dim = width // 2
-    shape = (blocks, block_size, heads, head_dim)
+    shape = (1, blocks, block_size, heads, head_dim)
     by_block, by_head = cache.stride(0), cache.stride(1)
-    keys = cache.as_strided(shape, (by_block, 1, by_head, block_size), cache.storage_offset())
+    keys = cache.as_strided(shape, (0, by_block, 1, by_head, block_size), cache.storage_offset())
     values = cache.as_strided(
         shape,
-        (by_block, head_dim, by_head, 1),
+        (0, by_block, head_dim, by_head, 1),
         cache.storage_offset() + block_size * head_dim,
     )
     return keys, values
@@ -59,17 +61,25 @@ def _transposed_keys(cache: Tensor) -> Views:
 
 def _side_by_side(cache: Tensor) -> Views:
     """Per token K, then V, in the last dimension."""
-    keys, values = cache.chunk(2, dim=-1)
-    return keys.transpose(1, 2), values.transpose(1, 2)
+    return (cache.view(*cache.shape[:-1], 2, -1).permute(3, 0, 2, 1, 4),)
 
 
-_LAYOUTS: tuple[Callable[[Tensor], Views], ...] = (_transposed_keys, _side_by_side)
+def _latent(cache: Tensor) -> Views:
+    """MLA: what all heads share, one vector a token."""
+    return (cache[None, :, :, None],)
+
+
+_LAYOUTS: dict[int, tuple[Callable[[Tensor], Views], ...]] = {
+    3: (_latent,),
+    4: (_transposed_keys, _side_by_side),
+}
 
 
 class PagedCache:
     """Reads and writes KV of chosen tokens in all layers.
 
-    Payloads are [layers, 2, tokens, heads, head_dim] in the cache dtype, K then V.
+    Payloads are [layers, parts, tokens, heads, width] in the cache dtype; parts are K and V, of
+    width head_dim, or MLA's latent alone.
 
     Raises:
         UnknownLayoutError: the engine's layout is not one we can read.
@@ -79,22 +89,23 @@ class PagedCache:
         if not layers:
             raise UnknownLayoutError("the engine registered no KV cache")
         shapes = {layer.cache.shape for layer in layers}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 4:
+        if len(shapes) != 1 or len(next(iter(shapes))) not in _LAYOUTS:
             raise UnknownLayoutError(f"layers of unequal or unknown cache shapes: {sorted(shapes)}")
         self.layers = tuple(layers)
         first = layers[0].cache
-        self.num_blocks, self.num_heads, self.block_size, width = first.shape
-        self.head_dim = width // 2
         self.dtype = first.dtype
         self.device = first.device
         self._views = [_confirmed_views(layer) for layer in layers]
+        views = self._views[0]
+        _, self.num_blocks, self.block_size, self.num_heads, self.head_dim = views[0].shape
+        self.parts = sum(len(view) for view in views)
 
     def payload_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        return (len(self.layers), 2, tokens, self.num_heads, self.head_dim)
+        return (len(self.layers), self.parts, tokens, self.num_heads, self.head_dim)
 
     def part_size(self, tokens: int) -> int:
         """Bytes of one layer's part of a payload."""
-        return 2 * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+        return self.parts * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
         """Slots of prompt positions, int64, given the request's block table."""
@@ -106,21 +117,53 @@ class PagedCache:
         pieces = self._pieces(slots)
         if _SLOTS_A_PIECE * len(pieces) > len(slots):
             blocks, offsets = slots // self.block_size, slots % self.block_size
-            for (keys, values), part in zip(self._views, out, strict=True):
-                part[0] = keys[blocks, offsets]
-                part[1] = values[blocks, offsets]
+            for view, part in self._by_view(out):
+                part[:] = view[:, blocks, offsets]
             return
         # Chunks lie in few pieces, and copying those took a quarter of the time of indexing.
         for block, offset, at, length in pieces:
-            for (keys, values), part in zip(self._views, out, strict=True):
-                part[0, at : at + length] = keys[block, offset : offset + length]
-                part[1, at : at + length] = values[block, offset : offset + length]
+            for view, part in self._by_view(out):
+                part[:, at : at + length] = view[:, block, offset : offset + length]
 
     def gather_layer(self, layer: int, slots: Tensor) -> Tensor:
-        """A copy of one layer's KV of ``slots``, [2, tokens, heads, head_dim]."""
-        keys, values = self._views[layer]
+        """A copy of one layer's KV of ``slots``, [parts, tokens, heads, width]."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
-        return torch.stack([keys[blocks, offsets], values[blocks, offsets]])
+        return torch.cat([view[:, blocks, offsets] for view in self._views[layer]])
+
+    def gather_blocks(self, block_ids: Sequence[int], pages: Sequence[Tensor]) -> None:
+        """Copy whole blocks into ``pages``, a payload of ``block_size`` tokens for each.
+
+        One indexed copy for each layer and view, on the cache's device, then one a page.
+        """
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        layers, parts, *page = self.payload_shape(self.block_size)
+        shape = (layers, parts, len(block_ids), *page)
+        staged = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for view, part in self._by_view(staged):
+            torch.index_select(view, 1, index, out=part)
+        for number, page_out in enumerate(pages):
+            page_out.copy_(staged[:, :, number])
+
+    def scatter_blocks(self, pages: Sequence[Tensor], block_ids: Sequence[int]) -> None:
+        """Write payloads of ``block_size`` tokens to whole blocks: one write a layer for all.
+
+        Returns when it is done; for threads beside the engine's.
+        """
+        self._synchronize()  # the blocks may still be read by what their last owner launched
+        first = torch.tensor(block_ids, dtype=torch.int64, device=self.device) * self.block_size
+        slots = first[:, None] + torch.arange(self.block_size, device=self.device)
+        staged = torch.stack(tuple(pages), dim=2).to(self.device)
+        self.scatter(staged.flatten(2, 3), slots.flatten())
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _by_view(self, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every view of every layer with its parts of ``payload`` [layers, parts, ...]."""
+        for views, layer in zip(self._views, payload, strict=True):
+            yield from zip(views, layer.split([len(view) for view in views]), strict=True)
 
     def _pieces(self, slots: Tensor) -> list[tuple[int, int, int, int]]:
         """Neighbouring slots of one block: block, offset in it, index in ``slots``, length."""
@@ -136,7 +179,7 @@ class PagedCache:
     def scatter(self, payload: Tensor, slots: Tensor) -> None:
         """Write a payload's tokens to ``slots`` [tokens], in all layers."""
         for layer, part in zip(self.layers, payload, strict=True):
-            layer.write(part[0], part[1], slots)
+            layer.write(part, slots)
 
 
 def _confirmed_views(layer: CacheLayer) -> Views:
@@ -146,27 +189,27 @@ def _confirmed_views(layer: CacheLayer) -> Views:
     stride would mix up; the blocks are cleared again.
     """
     cache = layer.cache
-    blocks, heads, block_size, width = cache.shape
-    if width % 2:
-        raise UnknownLayoutError(f"{layer.name}: odd cache width {width}")
-    slots = torch.tensor(
-        sorted({0, 1, block_size - 1, (blocks - 1) * block_size, blocks * block_size - 2}),
-        dtype=torch.int64,
-        device=cache.device,
-    )
+    if cache.dim() == 4 and cache.shape[-1] % 2:
+        raise UnknownLayoutError(f"{layer.name}: odd cache width {cache.shape[-1]}")
     generator = torch.Generator().manual_seed(len(layer.name))
-    shape = (2, len(slots), heads, width // 2)
-    probe = torch.randn(shape, generator=generator).to(cache.device, cache.dtype)
-    touched = cache[[0, blocks - 1]].clone()
+    touched = cache[[0, len(cache) - 1]].clone()
     try:
-        layer.write(probe[0], probe[1], slots)
-        for layout in _LAYOUTS:
-            keys, values = layout(cache)
-            where = (slots // block_size, slots % block_size)
-            if torch.equal(keys[where], probe[0]) and torch.equal(values[where], probe[1]):
-                return keys, values
+        for layout in _LAYOUTS[cache.dim()]:
+            views = layout(cache)
+            _, blocks, block_size, heads, width = views[0].shape
+            slots = torch.tensor(
+                sorted({0, 1, block_size - 1, (blocks - 1) * block_size, blocks * block_size - 2}),
+                dtype=torch.int64,
+                device=cache.device,
+            )
+            shape = (sum(len(view) for view in views), len(slots), heads, width)
+            probe = torch.randn(shape, generator=generator).to(cache.device, cache.dtype)
+            layer.write(probe, slots)
+            read = [view[:, slots // block_size, slots % block_size] for view in views]
+            if torch.equal(torch.cat(read), probe):
+                return views
     finally:
-        cache[[0, blocks - 1]] = touched
+        cache[[0, len(cache) - 1]] = touched
     raise UnknownLayoutError(
         f"{layer.name}: the round trip through a cache of shape {tuple(cache.shape)}, "
         f"{cache.dtype}, does not fit any known layout"

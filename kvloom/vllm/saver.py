@@ -16,6 +16,7 @@ from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer
 from kvloom.vllm.metadata import SaveChunk, SavePlan
+from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.stored_form import StoredForm
 
@@ -33,12 +34,18 @@ class Saver:
     """Executes save plans; what does not fit ``save_queue_bytes`` is dropped, never waited for."""
 
     def __init__(
-        self, config: KvloomConfig, store: Store, cache: PagedCache, form: StoredForm
+        self,
+        config: KvloomConfig,
+        store: Store,
+        cache: PagedCache,
+        form: StoredForm,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._store = store
         self._cache = cache
         self._form = form
+        self._metrics = metrics
         payload_bytes = form.part_size * len(cache.layers)
         self._buffers = form.buffers(max(config.save_queue_bytes // payload_bytes, 1))
         self._dumps: deque[_Dump] = deque()
@@ -98,11 +105,16 @@ class Saver:
     def _end(self, dump: _Dump, deadline_s: float) -> None:
         outcomes = dump.task.wait(deadline_s)
         self._lost += [key for key, done in zip(dump.keys, outcomes, strict=True) if not done]
+        size, lost = len(dump.buffers[0].memory), outcomes.count(False)
+        self._metrics.moved(
+            "save", (len(outcomes) - lost) * size, lost * self._config.blend_chunk_size
+        )
         for buffer in dump.buffers:
             self._buffers.release(buffer)
 
     def _drop(self, chunks: list[SaveChunk]) -> None:
         self._lost += [chunk.key for chunk in chunks]
+        self._metrics.failed("save", len(chunks) * self._config.blend_chunk_size)
         if not self._dropped:
             logger.warning(
                 "kvloom: the store is slower than the engine: saves beyond save_queue_bytes = %d "

@@ -38,6 +38,7 @@ from kvloom.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from kvloom.vllm.metrics import Metrics
 
 logger = init_logger(__name__)
 
@@ -123,6 +124,7 @@ class BlendScheduler:
         config: KvloomConfig,
         index: ChunkIndex,
         policy: SelectionPolicy,
+        metrics: Metrics,
         *,
         block_size: int,
         loads: bool,
@@ -131,6 +133,7 @@ class BlendScheduler:
         self._config = config
         self._index = index
         self._policy = policy
+        self._metrics = metrics
         self._analyzer = ChunkAnalyzer(config.blend_chunk_size, config.min_match_ratio)
         self._block_size = block_size
         self._can_blend = config.blend
@@ -245,6 +248,10 @@ class BlendScheduler:
         for key in report.lost:
             self._index.remove(key)
         for request_id, load in report.loads.items():
+            self._metrics.moved("load", load.bytes_read, load.failed_tokens)
+            self._metrics.took("load", load.load_ms / 1e3)
+            self._metrics.took("rotate", load.rotate_ms / 1e3)
+            self._metrics.took("recompute", load.compute_ms / 1e3)
             state = self._states.get(request_id) or self._unreported.pop(request_id, None)
             if state is not None:
                 state.report = load
@@ -281,7 +288,13 @@ class BlendScheduler:
             self._unreported[request.request_id] = state
             if len(self._unreported) > _MOST_UNREPORTED:
                 self._unreported.popitem(last=False)
-        figures = None
+        counts, figures = self._figures(state), None
+        local = counts.get("local", 0)
+        self._metrics.prompt(
+            local=local,
+            exact=counts["exact"] - local,
+            **{origin: counts[origin] for origin in ("reused", "recomputed", "new")},
+        )
         if (request.kv_transfer_params or {}).get("kvloom_report"):
             figures = {"kvloom": self._figures(state, detail=True)}
         save = self._save_plan(state, request.num_computed_tokens, last=True)
@@ -314,6 +327,7 @@ class BlendScheduler:
         choose = choose if blend is not None else 0
         total = exact if blend is None else end
         match_ms = (time.perf_counter() - began) * 1e3
+        self._metrics.took("match", match_ms / 1e3)
         return Match(local, exact, total, blend, generation, match_ms, choose)
 
     def _should_wait(self, state: RequestState, match: Match) -> bool:

@@ -21,6 +21,7 @@ from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.filler import Filled, Filler
 from kvloom.vllm.metadata import LoadPlan, SavePlan, WorkerReport
+from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.saver import Saver
@@ -53,6 +54,7 @@ class BlendWorker:
         policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
+        metrics: Metrics,
         *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
@@ -64,7 +66,7 @@ class BlendWorker:
         self._filler = Filler(
             config, policy, store, cache, form, corrector=corrector, engine=engine
         )
-        self._saver = Saver(config, store, cache, form)
+        self._saver = Saver(config, store, cache, form, metrics)
         self._between_steps: deque[_Load] = deque()
         self._arrived: set[str] = set()
         self._failed_blocks: set[int] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ BLOCKS, HEADS, BLOCK, DIM = 5, 2, 8, 4
 def side_by_side(cache: torch.Tensor) -> CacheLayer:
     """A backend that keeps K and V of a token together."""
 
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(kv: torch.Tensor, slots: torch.Tensor) -> None:
+        keys, values = kv
         for i, slot in enumerate(slots.tolist()):
             cache[slot // BLOCK, :, slot % BLOCK, :DIM] = keys[i]
             cache[slot // BLOCK, :, slot % BLOCK, DIM:] = values[i]
@@ -26,7 +29,8 @@ def side_by_side(cache: torch.Tensor) -> CacheLayer:
 def transposed(cache: torch.Tensor) -> CacheLayer:
     """A backend that keeps K of a block as [dim, token], then V as [token, dim]."""
 
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(kv: torch.Tensor, slots: torch.Tensor) -> None:
+        keys, values = kv
         for i, slot in enumerate(slots.tolist()):
             for head in range(HEADS):
                 flat = cache[slot // BLOCK, head].view(-1)
@@ -40,15 +44,25 @@ def shifted(cache: torch.Tensor) -> CacheLayer:
     """A backend of tomorrow: every token one slot further than today."""
     layer = side_by_side(cache)
     return CacheLayer(
-        "shifted", cache, lambda k, v, slots: layer.write(k, v, (slots + 1) % (BLOCKS * BLOCK))
+        "shifted", cache, lambda kv, slots: layer.write(kv, (slots + 1) % (BLOCKS * BLOCK))
     )
+
+
+def latent(cache: torch.Tensor) -> CacheLayer:
+    """MLA's backends: one vector a token."""
+    cache = torch.zeros(BLOCKS, BLOCK, DIM)
+
+    def write(kv: torch.Tensor, slots: torch.Tensor) -> None:
+        cache.view(-1, DIM)[slots] = kv[0, :, 0]
+
+    return CacheLayer("latent", cache, write)
 
 
 def new_cache() -> torch.Tensor:
     return torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM)
 
 
-@pytest.mark.parametrize("backend", [side_by_side, transposed])
+@pytest.mark.parametrize("backend", [side_by_side, transposed, latent])
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, BLOCKS * BLOCK - 1), min_size=1, max_size=20, unique=True))
 def test_what_is_scattered_is_gathered_and_nothing_else_changes(backend, slots: list[int]) -> None:  # type: ignore[no-untyped-def]
@@ -66,6 +80,54 @@ def test_what_is_scattered_is_gathered_and_nothing_else_changes(backend, slots: 
     assert torch.equal(after, expected)
 
 
+@pytest.mark.parametrize("backend", [side_by_side, transposed, latent])
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
+def test_blocks_move_as_their_slots_do(backend, blocks: list[int]) -> None:  # type: ignore[no-untyped-def]
+    """H21: whole blocks in batches, against the same slots one by one."""
+    cache = PagedCache([backend(new_cache()), backend(new_cache())])
+    everything = torch.arange(BLOCKS * BLOCK)
+    before = torch.randn(cache.payload_shape(BLOCKS * BLOCK))
+    cache.scatter(before, everything)
+    pages = [torch.empty(cache.payload_shape(BLOCK)) for _ in blocks]
+    cache.gather_blocks(blocks, pages)
+    for block, page in zip(blocks, pages, strict=True):
+        assert torch.equal(page, before[:, :, block * BLOCK : (block + 1) * BLOCK])
+    news = [torch.randn_like(page) for page in pages]
+    cache.scatter_blocks(news, blocks)
+    expected = before.clone()
+    for block, new in zip(blocks, news, strict=True):
+        expected[:, :, block * BLOCK : (block + 1) * BLOCK] = new
+    after = torch.empty_like(before)
+    cache.gather(everything, after)
+    assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize(("backend", "views"), [(side_by_side, 1), (transposed, 2), (latent, 1)])
+@pytest.mark.parametrize("blocks", [[1], [3, 0, 4]])
+def test_a_batch_is_one_copy_a_layer_whatever_its_size(  # type: ignore[no-untyped-def]
+    backend, views: int, blocks: list[int]
+) -> None:
+    """H21. The CPU's transposed keys are a view of their own."""
+    writes: list[int] = []
+
+    def counting(layer: CacheLayer) -> CacheLayer:
+        def write(kv: torch.Tensor, slots: torch.Tensor) -> None:
+            writes.append(len(slots))
+            layer.write(kv, slots)
+
+        return CacheLayer(layer.name, layer.cache, write)
+
+    cache = PagedCache([counting(backend(new_cache())) for _ in range(3)])
+    pages = [torch.empty(cache.payload_shape(BLOCK)) for _ in blocks]
+    with mock.patch("torch.index_select", wraps=torch.index_select) as copies:
+        cache.gather_blocks(blocks, pages)
+    assert copies.call_count == 3 * views
+    writes.clear()
+    cache.scatter_blocks(pages, blocks)
+    assert writes == [len(blocks) * BLOCK] * 3
+
+
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(UnknownLayoutError, match="shifted"):
         PagedCache([side_by_side(new_cache()), shifted(new_cache())])
@@ -74,18 +136,16 @@ def test_an_unknown_layout_is_refused() -> None:
 def test_a_backend_that_loses_precision_is_refused() -> None:
     def rounding(cache: torch.Tensor) -> CacheLayer:
         layer = side_by_side(cache)
-        return CacheLayer(
-            "fp8", cache, lambda k, v, s: layer.write(k.half().float(), v.half().float(), s)
-        )
+        return CacheLayer("fp8", cache, lambda kv, slots: layer.write(kv.half().float(), slots))
 
     with pytest.raises(UnknownLayoutError):
         PagedCache([rounding(new_cache())])
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 8), (5, 2, 8, 7)])
+@pytest.mark.parametrize("shape", [(5, 8), (5, 2, 8, 7), (5, 2, 8, 8, 1)])
 def test_unknown_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnknownLayoutError):
-        PagedCache([CacheLayer("odd", torch.zeros(shape), lambda k, v, s: None)])
+        PagedCache([CacheLayer("odd", torch.zeros(shape), lambda kv, slots: None)])
 
 
 def test_the_round_trip_leaves_the_cache_as_it_was() -> None:

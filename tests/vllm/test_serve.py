@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 SYSTEM = "You are the clerk of a small harbour and answer in one sentence."
 STORY = (
@@ -60,16 +61,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: Path, store: Path, log: Path) -> Iterator[Any]:
-    """`vllm serve` on loopback with BlendConnector; yields a client, ends by SIGTERM."""
+def serving(model: Path, transfer: dict[str, Any], log: Path) -> Iterator[Any]:
+    """`vllm serve` on loopback with a connector; yields a client, ends by SIGTERM."""
     from openai import OpenAI
 
     port = free_port()
-    transfer = {
-        "kv_connector": "BlendConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"storage_backends": str(store), "min_blend_tokens": 64},
-    }
     command = [
         sys.executable, "-c", VLLM_COMMAND, "serve", str(model),
         "--host", "127.0.0.1", "--port", str(port),
@@ -82,7 +78,7 @@ def serving(model: Path, store: Path, log: Path) -> Iterator[Any]:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"},
         )
         try:
             wait_until_healthy(server, port, log)
@@ -119,19 +115,45 @@ def chat(client: Any, messages: list[dict[str, str]]) -> tuple[str, dict[str, An
     return answer.choices[0].message.content, answer.model_extra["kv_transfer_params"]["kvloom"]
 
 
+def scrape(client: Any) -> dict[tuple[str, ...], float]:
+    """kvloom's samples on /metrics by name and label value."""
+    url = f"http://127.0.0.1:{client.base_url.port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (
+            sample.name.removeprefix("vllm:kvloom_"),
+            *(v for k, v in sample.labels.items() if k not in ("engine", "model_name")),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("vllm:kvloom_") and "le" not in sample.labels
+    }
+
+
 def test_chat_goes_on_over_restarts_and_over_a_trimmed_history(model: Path, tmp_path: Path) -> None:
     """Turns 2 and 3 are exact prefix hits from the store; a trimmed history is blended."""
-    log, store = tmp_path / "serve.log", tmp_path / "store"
+    log = tmp_path / "serve.log"
+    transfer = {
+        "kv_connector": "BlendConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "storage_backends": str(tmp_path / "store"),
+            "min_blend_tokens": 64,
+        },
+    }
     messages = [{"role": "system", "content": SYSTEM}]
     figures = []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
-        with serving(model, store, log) as client:
+        with serving(model, transfer, log) as client:
             text, found = chat(client, messages)
             figures.append(found)
             if turn is TURNS[-1]:
                 trimmed = [messages[0], *messages[3:]]
                 _, blended = chat(client, trimmed)
+                client.completions.create(model="smollm2", prompt="A", max_tokens=1)
+                counted = scrape(client)
         messages.append({"role": "assistant", "content": text})
         assert text
     before = [0, *(one["prompt_tokens"] for one in figures)]
@@ -141,5 +163,14 @@ def test_chat_goes_on_over_restarts_and_over_a_trimmed_history(model: Path, tmp_
         assert figures[number]["exact"] >= before[number] // 64 * 64
     assert blended["reused"] > 64
     assert blended["exact"] < figures[2]["exact"]
+    # B25: the last server's two requests.
+    both = (figures[2], blended)
+    for origin in ("reused", "recomputed"):
+        assert counted["prompt_tokens_total", origin] == sum(one[origin] for one in both)
+    assert counted["bytes_total", "load"] == sum(one["bytes"] for one in both)
+    assert counted["phase_seconds_count", "recompute"] == 2
+    assert counted["phase_seconds_sum", "rotate"] > 0
+    assert counted["store_hits_total", "posix"] >= figures[2]["exact"] // 64
+    assert counted["bytes_total", "save"] > 0
     complaints = [line for line in log.read_text().splitlines() if "kvloom: " in line]
     assert not [line for line in complaints if "ERROR" in line or "WARNING" in line]

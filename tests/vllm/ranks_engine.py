@@ -1,0 +1,165 @@
+"""One engine of two ranks with HF3FSKVConnector: what test_ranks runs in a process of its own.
+
+Prints a JSON line with the answers and figures that the tests judge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvloom.hf3fs.metadata.base import NamespaceStats
+from kvloom.hf3fs.metadata.client import MetadataClient
+
+from .engines import transfer_config_hf3fs
+from .soak import VOCABULARY
+
+BLOCKS = 6
+BLOCK_SIZE = 32
+
+
+def make_model(folder: Path) -> None:
+    """A Llama of two layers and two KV heads: they divide by two ranks either way."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class RanksEngine:
+    """The scheduler side in this process, the workers in their own."""
+
+    def __init__(self, folder: Path, url: str, tp: int, pp: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+        # vLLM's CPU runner makes the buffer between pipeline stages only where it warms up a
+        # compiled model; so one is traced, with nothing generated from it.
+        more: dict[str, Any] = {"compilation_config": {"backend": "eager"}} if pp > 1 else {}
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        make_model(folder / "model")
+        self.llm = LLM(
+            str(folder / "model"),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=pp == 1,
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            max_model_len=512,
+            block_size=BLOCK_SIZE,
+            kv_transfer_config=KVTransferConfig(
+                **transfer_config_hf3fs(folder / "pages", url, hf3fs_file_size="16M")
+            ),
+            **more,
+        )
+        core: Any = self.llm.llm_engine.engine_core
+        self.scheduler = core.engine_core.scheduler
+        self.connector = self.scheduler.connector
+        self.ours = self.connector._scheduler
+        self.invalid: list[int] = []
+        self.hashes: list[str] = []
+        handle, add = self.scheduler._handle_invalid_blocks, self.ours.add
+
+        def handle_and_keep(blocks: set[int], *more: Any) -> Any:
+            self.invalid += sorted(blocks)
+            return handle(blocks, *more)
+
+        def add_and_keep(request: Any) -> None:
+            self.hashes = [block_hash.hex() for block_hash in request.block_hashes]
+            add(request)
+
+        self.scheduler._handle_invalid_blocks = handle_and_keep
+        self.ours.add = add_and_keep
+        self.client = MetadataClient(url, self.connector._namespace, "test", lookup_timeout_s=10)
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        self.invalid.clear()
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=8,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"kvloom_report": True}},
+        )
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return {
+            "tokens": list(output.outputs[0].token_ids),
+            "exact": (output.kv_transfer_params or {}).get("kvloom", {}).get("exact"),
+            "invalid": len(self.invalid),
+        }
+
+    def cold(self, prompt: list[int]) -> dict[str, Any]:
+        self.ours._loads = self.ours._saves = False
+        try:
+            return self.ask(prompt)
+        finally:
+            self.ours._loads = self.ours._saves = True
+
+    def wait_complete(self, count: int) -> int:
+        """How many keys all ranks have confirmed, once they are ``count`` or it takes too long."""
+        ends = time.monotonic() + 30
+        while True:
+            stats = self.client.stats()
+            complete = stats.complete if isinstance(stats, NamespaceStats) else -1
+            if complete == count or time.monotonic() > ends:
+                return complete
+            time.sleep(0.05)
+
+
+def damage(pages: Path, engine: RanksEngine, file: int, block: int) -> None:
+    """Flip a byte of one block's page in one file."""
+    (path,) = pages.rglob(f"rank-{file}.pages")
+    size = json.loads(path.with_name(path.name + ".geometry").read_text())["bytes_per_page"]
+    places: Any = engine.client.locations(file, [engine.hashes[block]])
+    with path.open("r+b") as opened:
+        opened.seek(places[0].page * size + 1000)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+def main() -> None:
+    folder, url, tp, pp = sys.argv[1:]
+    engine = RanksEngine(Path(folder), url, int(tp), int(pp))
+    chooser = random.Random(5)
+    prompt = [chooser.randrange(2, VOCABULARY) for _ in range(BLOCKS * BLOCK_SIZE + 5)]
+    found: dict[str, Any] = {"cold": engine.cold(prompt)}
+    found["first"] = engine.ask(prompt)
+    found["complete"] = engine.wait_complete(BLOCKS)
+    found["hit"] = engine.ask(prompt)
+    pages = Path(folder) / "pages"
+    found["files"] = sorted(path.name for path in pages.rglob("*.pages"))
+    damage(pages, engine, len(found["files"]) - 1, 3)
+    found["damaged"] = engine.ask(prompt)
+    found["complete_again"] = engine.wait_complete(BLOCKS)
+    found["saved_anew"] = engine.ask(prompt)
+    audit: Any = engine.client.audit()
+    found["audit"] = {"leaked": audit.leaked, "twice": audit.twice, "confirmed": audit.confirmed}
+    print("RESULT" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
