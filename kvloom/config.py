@@ -181,6 +181,12 @@ class KvloomConfig(StoreConfig):
         None, gt=0, description="Checked against the model's; default: the model's."
     )
 
+    self_check: bool = Field(
+        True,
+        description="Try recompute and rotation on this very model before the first request; what "
+        "does not hold switches blending off.",
+    )
+
     # Saving
     save_generated: bool = Field(True, description="Store generated text too, not only prompts.")
     reuse_blended: bool = Field(

@@ -140,7 +140,7 @@ class BlendedPrompt:
         prompt = self._tokens.numpy().astype(np.int32)
         chunks = ChunkAnalyzer(_CHUNK_SIZE, _MIN_MATCH_RATIO).analyze(prompt, index, _SCOPE)
         plan = make_plan(chunks, len(prompt) - 1)
-        rope = PositionCorrector(RopeSpec(self._model.rope_base, self._model.head_dim))
+        rope = PositionCorrector(RopeSpec.default(self._model.rope_base, self._model.head_dim))
         cache = self._model.empty_cache(len(prompt))
         for load in plan.loads():
             stored = payloads[load.source_block_id]

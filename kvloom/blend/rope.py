@@ -1,13 +1,18 @@
-"""Moving cached keys to new positions (spec rows B9, B11).
+"""Moving cached keys to new positions (spec rows B9-B11).
 
 RoPE turns pair ``i`` of a key at position ``p`` by the angle ``p * inv_freq[i]`` (Su et al., 2021,
 "RoFormer"). A key computed at ``source`` is therefore the key at ``target`` after one more turn by
-``(target - source) * inv_freq[i]``; values carry no position.
+``(target - source) * inv_freq[i]``; values carry no position. A factor on the key's length (YaRN's
+``mscale``) was applied when the key was computed and must not be applied again: turns keep it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -15,22 +20,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The rotation of a model's keys.
+    """The rotation of a layer's keys.
 
     Attributes:
-        base: the model's ``rope_theta``.
-        rotary_dim: leading dimensions of a head that are rotated; the others are left alone.
-        interleaved: pairs are neighbours (GPT-J) instead of half a head apart (NeoX).
+        inv_freq: angle per position of each pair.
+        interleaved: pairs are neighbours (GPT-J) instead of half the rotated part apart (NeoX).
     """
 
-    base: float
-    rotary_dim: int
+    inv_freq: tuple[float, ...]
     interleaved: bool = False
 
-    def inv_freq(self) -> Tensor:
-        """Angle per position of each pair, float64 [rotary_dim / 2]."""
-        exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64) / self.rotary_dim
-        return torch.pow(torch.tensor(self.base, dtype=torch.float64), -exponent)
+    @classmethod
+    def default(cls, base: float, rotary_dim: int, interleaved: bool = False) -> RopeSpec:
+        """RoPE without scaling; ``base`` is the model's ``rope_theta``."""
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+        inv_freq = torch.tensor(base, dtype=torch.float64) ** -exponents
+        return cls(tuple(inv_freq.tolist()), interleaved)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated; the others are left alone."""
+        return 2 * len(self.inv_freq)
+
+
+Rotations = Sequence[RopeSpec | None]
+"""Of each layer; None where keys carry no position."""
 
 
 class PositionCorrector:
@@ -38,18 +52,21 @@ class PositionCorrector:
 
     Angles are taken in float64: in float32 an angle of a million radians is off by 3e-2 and the
     error would grow with the distance a chunk moved. The rotation itself is float32.
+
+    Args:
+        rotations: one for all layers, or one of each.
     """
 
-    def __init__(self, spec: RopeSpec) -> None:
-        self.spec = spec
-        self._inv_freq = spec.inv_freq()
+    def __init__(self, rotations: RopeSpec | Rotations) -> None:
+        self.rotations = rotations
 
     def correct_kv(self, kv: Tensor, source_positions: Tensor, target_positions: Tensor) -> Tensor:
         """KV as it would stand at the target positions.
 
         Args:
-            kv: [..., 2, tokens, heads, head_dim], K then V, in the cache dtype. Must be as stored,
-                never an already rotated copy: rounding adds up with every turn.
+            kv: [..., 2, tokens, heads, head_dim], K then V, in the cache dtype; [layers, 2, ...]
+                where each layer has its own rotation. Must be as stored, never an already rotated
+                copy: rounding adds up with every turn.
             source_positions: int64 [tokens].
             target_positions: int64 [tokens].
 
@@ -67,19 +84,65 @@ class PositionCorrector:
         """Turn ``keys`` [..., tokens, heads, head_dim] in place.
 
         Args:
-            keys: a fresh copy of stored keys.
+            keys: a fresh copy of stored keys; [layers, tokens, heads, head_dim] where each layer
+                has its own rotation.
             delta: positions to move, one for all tokens or int64 [tokens].
         """
-        steps = torch.as_tensor(delta, dtype=torch.float64).reshape(-1, 1)
-        angles = (steps * self._inv_freq).unsqueeze(1)  # [tokens or 1, 1, rotary_dim / 2]
-        cos = angles.cos().to(keys.device, torch.float32)
-        sin = angles.sin().to(keys.device, torch.float32)
-        rotary = keys[..., : self.spec.rotary_dim]
-        if self.spec.interleaved:
-            first, second = rotary[..., 0::2], rotary[..., 1::2]
-        else:
-            first, second = rotary.chunk(2, dim=-1)
-        x = first.to(torch.float32, copy=True)
-        y = second.to(torch.float32, copy=True)
-        first.copy_(torch.mul(x, cos).addcmul_(y, sin, value=-1))
-        second.copy_(y.mul_(cos).addcmul_(x, sin))
+        for spec, part in self._parts(keys):
+            turn = _turn(spec, delta) if isinstance(delta, int) else _Turn(spec, delta)
+            rotary = part[..., : spec.rotary_dim]
+            work = rotary.to(torch.float32)  # the same memory, where the cache is float32
+            turn.apply_(work)
+            if work.dtype is not rotary.dtype:
+                rotary.copy_(work)
+
+    def _parts(self, keys: Tensor) -> Iterator[tuple[RopeSpec, Tensor]]:
+        """Neighbouring layers that are rotated alike, together: one large turn is quicker."""
+        if isinstance(self.rotations, RopeSpec):
+            yield self.rotations, keys
+            return
+        start = 0
+        for spec, layers in groupby(self.rotations):
+            end = start + len(list(layers))
+            if spec is not None:
+                yield spec, keys[start:end]
+            start = end
+
+
+class _Turn:
+    """One rotation, ready to be applied.
+
+    Pairs of neighbours are complex numbers. Halves are turned by three shears (Paeth, 1986, "A Fast
+    Algorithm for General Raster Rotation"), each in place: copies of the halves made this three
+    times as slow. Half turns are taken out first, for near them ``tan(angle / 2)`` would magnify
+    the rounding.
+    """
+
+    def __init__(self, spec: RopeSpec, delta: Tensor | int) -> None:
+        steps = torch.as_tensor(delta, dtype=torch.float64).reshape(-1, 1, 1)
+        angles = steps * torch.tensor(spec.inv_freq, dtype=torch.float64)
+        self._factors: tuple[Tensor, ...]
+        if spec.interleaved:
+            self._factors = (torch.polar(torch.ones_like(angles), angles).to(torch.complex64),)
+            return
+        half_turns = torch.round(angles / math.pi)
+        rest = angles - half_turns * math.pi
+        sign = 1 - 2 * half_turns.remainder(2)
+        factors = torch.cat((sign, sign), dim=-1), -(rest / 2).tan(), rest.sin()
+        self._factors = tuple(factor.to(torch.float32) for factor in factors)
+
+    def apply_(self, keys: Tensor) -> None:
+        """Turn ``keys``, float32 [..., tokens, heads, rotary_dim], in place."""
+        factors = [factor.to(keys.device) for factor in self._factors]
+        if len(factors) == 1:
+            torch.view_as_complex(keys.view(*keys.shape[:-1], -1, 2)).mul_(factors[0])
+            return
+        sign, shear, sine = factors
+        keys.mul_(sign)
+        first, second = keys.chunk(2, dim=-1)
+        first.addcmul_(second, shear)
+        second.addcmul_(first, sine)
+        first.addcmul_(second, shear)
+
+
+_turn = lru_cache(maxsize=256)(_Turn)  # the pieces of a run all move by the same distance

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvloom import __version__
-from kvloom.cli import bench, demo, serve_metadata, store
+from kvloom.cli import bench, demo, doctor, serve_metadata, store
 from kvloom.demo.model import DEFAULT_TARGET, ModelError, fetch_model
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
+app.command()(doctor.doctor)
 app.command()(serve_metadata.serve_metadata)
 store.register(app)
 app.command()(serve_metadata.audit_metadata)

@@ -56,6 +56,7 @@ class EngineUnderTest:
     Args:
         transfer: its ``--kv-transfer-config``.
         max_step_tokens: of a step at most; default: a whole prompt.
+        dtype: of the model.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class EngineUnderTest:
         *,
         max_model_len: int = 8192,
         max_step_tokens: int | None = None,
+        dtype: str = "float32",
     ) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -73,7 +75,7 @@ class EngineUnderTest:
 
         self._llm = LLM(
             str(model),
-            dtype="float32",
+            dtype=dtype,  # type: ignore[arg-type]
             enforce_eager=True,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_step_tokens or max_model_len,

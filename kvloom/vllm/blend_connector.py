@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvloom.blend.int8 import DTYPES
-from kvloom.blend.rope import PositionCorrector
+from kvloom.blend.rope import PositionCorrector, Rotations
 from kvloom.blend.selection import make_policy
 from kvloom.config import ConfigError, KvloomConfig
 from kvloom.store.base import Store
@@ -35,7 +35,9 @@ from kvloom.vllm.metrics import KvloomStats
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
 from kvloom.vllm.paged_cache import UnknownLayoutError
 from kvloom.vllm.recompute import RecomputeEngine
+from kvloom.vllm.rope import layer_rotations
 from kvloom.vllm.scheduler import BlendScheduler
+from kvloom.vllm.self_check import SelfCheck
 from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
@@ -138,8 +140,16 @@ class BlendConnector(KvloomConnector):
         try:
             compat.check_nested_forward(config)
             model = compat.loaded_model(config)
-            engine = RecomputeEngine(config, model, self._group.kv_cache_spec, layers, cache)
-            corrector = PositionCorrector(compat.rope_spec(model, names, cache.head_dim))
+            able = RecomputeEngine(config, model, self._group.kv_cache_spec, layers, cache)
+            check = SelfCheck(config, able, cache) if self.config.self_check else None
+            if check is not None:
+                check.recompute()
+            engine = able
+            last = config.model_config.max_model_len - 1
+            rotations: Rotations = layer_rotations(model, names, cache.head_dim, last)
+            if check is not None:
+                rotations = check.rotations(rotations)
+            corrector = PositionCorrector(rotations)
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
         return BlendWorker(

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.request import RequestStatus
 
-from kvloom.blend.rope import RopeSpec
 from kvloom.vllm.paged_cache import CacheLayer
 
 
@@ -221,34 +219,6 @@ def check_nested_forward(vllm_config: VllmConfig) -> None:
         raise EngineMismatchError("speculative decoding keeps a second cache that is not blended")
     if vllm_config.model_config.is_multimodal_model:
         raise EngineMismatchError("multimodal models take embeddings instead of token ids")
-
-
-def rope_spec(model: nn.Module, layer_names: Sequence[str], head_dim: int) -> RopeSpec:
-    """The rotation that all given attention layers share.
-
-    Raises:
-        EngineMismatchError: no rotation, several, or a kind that must not be rotated by delta.
-    """
-    modules = dict(model.named_modules())
-    found: set[RopeSpec] = set()
-    for name in layer_names:
-        rotary = getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None)
-        if type(rotary) is not RotaryEmbedding:
-            kind = "none" if rotary is None else type(rotary).__name__
-            raise EngineMismatchError(f"{name}: rotary embedding of kind {kind}, need the default")
-        found.add(
-            RopeSpec(
-                base=float(rotary.base),
-                rotary_dim=int(rotary.rotary_dim),
-                interleaved=not rotary.is_neox_style,
-            )
-        )
-    if len(found) != 1:
-        raise EngineMismatchError(f"layers with {len(found)} different rotations")
-    spec = found.pop()
-    if spec.rotary_dim > head_dim:
-        raise EngineMismatchError(f"rotary_dim {spec.rotary_dim} exceeds head_dim {head_dim}")
-    return spec
 
 
 def block_ids(kv_cache_manager: Any, request_id: str) -> list[int]:

@@ -50,13 +50,20 @@ def engine_namespace(
 
 
 def rope_parameters(vllm_config: VllmConfig) -> dict[str, Any]:
-    """RoPE parameters of the model's own configuration, sorted by name."""
+    """RoPE parameters of the model's own configuration, sorted by name.
+
+    Of LongRoPE's two sets of factors the engine uses one, by its ``max_model_len``, which is no
+    parameter of the model: which one is told too, for their keys must never meet.
+    """
     config = vllm_config.model_config.hf_text_config
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for name in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
         value = getattr(config, name, None)
         if value is not None:
             parameters.setdefault(name, value)
+    if parameters.get("rope_type") == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        parameters["long"] = vllm_config.model_config.max_model_len > original
     return dict(sorted(parameters.items()))
 
 

@@ -56,6 +56,7 @@ class RecomputeEngine:
         block_ids: Sequence[int],
         token_ids: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int64],
+        shift: int = 0,
     ) -> None:
         """Fill the cache of one request at ``positions``.
 
@@ -64,10 +65,12 @@ class RecomputeEngine:
                 must be in place.
             token_ids: int32 [tokens], the tokens at ``positions``.
             positions: int64 [tokens], strictly ascending positions in the prompt.
+            shift: is added to what the model is told of positions, not to where KV lies: a chunk
+                without what stands before it.
         """
         for first in range(0, len(positions), self._max_tokens):
             part = slice(first, first + self._max_tokens)
-            self._compute_batch(block_ids, token_ids[part], positions[part])
+            self._compute_batch(block_ids, token_ids[part], positions[part], shift)
 
     def choose(
         self,
@@ -135,6 +138,7 @@ class RecomputeEngine:
         block_ids: Sequence[int],
         token_ids: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int64],
+        shift: int = 0,
     ) -> None:
         gaps = np.flatnonzero(np.diff(positions) != 1) + 1
         starts = np.concatenate(([0], gaps, [len(positions)]))
@@ -148,7 +152,7 @@ class RecomputeEngine:
             self._vllm_config,
             self._builder,
             input_ids=torch.from_numpy(token_ids).to(device),
-            positions=where.to(device),
+            positions=(where + shift).to(device),
             query_starts=torch.from_numpy(starts.astype(np.int32)),
             seq_lens=torch.from_numpy((last_positions + 1).astype(np.int32)),
             block_table=table.expand(len(starts) - 1, -1).contiguous(),

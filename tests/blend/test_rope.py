@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvloom.blend.rope import PositionCorrector, RopeSpec
 
 SPECS = [
-    RopeSpec(base=100000.0, rotary_dim=64),
-    RopeSpec(base=10000.0, rotary_dim=32),
-    RopeSpec(base=10000.0, rotary_dim=64, interleaved=True),
+    RopeSpec.default(base=100000.0, rotary_dim=64),
+    RopeSpec.default(base=10000.0, rotary_dim=32),
+    RopeSpec.default(base=10000.0, rotary_dim=64, interleaved=True),
 ]
 HEAD_DIM = 64
 
@@ -22,7 +22,7 @@ def key_at(raw: torch.Tensor, position: int, spec: RopeSpec) -> torch.Tensor:
     out = raw.double().clone()
     half = spec.rotary_dim // 2
     for i in range(half):
-        angle = position * spec.base ** (-2 * i / spec.rotary_dim)
+        angle = position * spec.inv_freq[i]
         a, b = (2 * i, 2 * i + 1) if spec.interleaved else (i, i + half)
         x, y = raw[..., a].double(), raw[..., b].double()
         out[..., a] = x * math.cos(angle) - y * math.sin(angle)
@@ -45,7 +45,7 @@ def test_a_moved_key_is_the_key_of_the_target(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_and_unrotated_dimensions_stay_bit_for_bit(dtype: torch.dtype) -> None:
-    spec = RopeSpec(base=10000.0, rotary_dim=32)
+    spec = RopeSpec.default(base=10000.0, rotary_dim=32)
     kv = torch.randn(4, 2, 5, 3, HEAD_DIM).to(dtype)
     moved = PositionCorrector(spec).correct_kv(kv, torch.arange(5), torch.arange(5) + 77)
     assert torch.equal(moved[:, 1], kv[:, 1])
@@ -78,6 +78,31 @@ def test_every_token_moves_by_its_own_delta() -> None:
     for i in range(4):
         alone = corrector.correct_kv(kv[:, i : i + 1], source[i : i + 1], target[i : i + 1])
         torch.testing.assert_close(together[:, i : i + 1], alone, atol=1e-6, rtol=0)
+
+
+def test_every_layer_moves_by_its_own_rotation() -> None:
+    """B10: local and global RoPE, and layers without, in any order."""
+    rotations = [SPECS[0], SPECS[0], None, SPECS[2], SPECS[1]]
+    kv = torch.randn(len(rotations), 2, 3, 2, HEAD_DIM)
+    where = torch.tensor([5, 6, 90])
+    moved = PositionCorrector(rotations).correct_kv(kv, where, where + 1000)
+    for layer, spec in enumerate(rotations):
+        alone = kv[layer]
+        if spec is not None:
+            alone = PositionCorrector(spec).correct_kv(kv[layer], where, where + 1000)
+        assert torch.equal(moved[layer], alone)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_half_turns_keep_their_precision(spec: RopeSpec) -> None:
+    """Shears magnify rounding near half a turn, unless that is taken out first."""
+    angles = [math.pi * (1 + error) for error in (0.0, 1e-7, -1e-7, 1e-4, -1e-4)]
+    angles += [math.pi / 2, 3 * math.pi / 2, 7 * math.pi]
+    near = RopeSpec(tuple(angles), spec.interleaved)
+    raw = torch.randn(50, 3, HEAD_DIM)
+    moved = raw.clone()
+    PositionCorrector(near).rotate_(moved, 1)
+    torch.testing.assert_close(moved.double(), key_at(raw, 1, near), atol=2e-6, rtol=0)
 
 
 def test_bfloat16_error_is_rounding_only_at_a_million_positions() -> None:

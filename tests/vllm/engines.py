@@ -64,9 +64,16 @@ class Answer:
 
 
 class Engine:
-    """One in-process vLLM engine over a store directory."""
+    """One in-process vLLM engine over a store directory.
 
-    def __init__(self, model: Path, store: Path, **extra: Any) -> None:
+    Args:
+        options: of vLLM, where they are not the usual ones.
+        extra: kvloom's configuration.
+    """
+
+    def __init__(
+        self, model: Path, store: Path, options: dict[str, Any] | None = None, **extra: Any
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm import LLM
@@ -75,15 +82,19 @@ class Engine:
         self.store_path = store
         self.llm = LLM(
             str(model),
-            dtype="float32",
+            **{"dtype": "float32", "max_model_len": 4096, **(options or {})},
             enforce_eager=True,
-            max_model_len=4096,
             disable_log_stats=True,
             kv_transfer_config=KVTransferConfig(**transfer_config(store, **extra)),
         )
         self.tokenizer = self.llm.get_tokenizer()
         self.core = self.llm.llm_engine.engine_core.engine_core
         self._kv: dict[str, torch.Tensor] = {}
+        self._loads: dict[str, Any] = {}
+        if self.scheduler is not None:  # None where kvloom is off
+            self._listen()
+
+    def _listen(self) -> None:
         finish = self.scheduler.finish
 
         def finish_and_keep_kv(request: Any) -> Any:
@@ -92,7 +103,6 @@ class Engine:
             return finish(request)
 
         self.scheduler.finish = finish_and_keep_kv
-        self._loads: dict[str, Any] = {}
         take_report = self.scheduler.take_report
 
         def keep_and_take_report(report: Any, arrived: Any) -> None:
@@ -160,6 +170,14 @@ class Engine:
                 )
             )
         return answers
+
+    def plain(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy answer alone, also where kvloom is off."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        output = self.llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
+        return list(output[0].outputs[0].token_ids)
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, as a fresh engine has it; the store is settled first."""
@@ -229,3 +247,26 @@ def prose(engine: Engine, seed: int, length: int) -> list[int]:
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).abs().max())
+
+
+@contextmanager
+def all_tokens_chosen(engine: Engine) -> Iterator[None]:
+    """Every prompt is 'blended' with nothing reused: kvloom computes all but the last token."""
+    from kvloom.blend.plan import make_plan
+    from kvloom.tokens.chunks import Chunk, ChunkType
+    from kvloom.vllm.scheduler import Match
+
+    scheduler = engine.scheduler
+    find = scheduler._find
+
+    def choose_all(state: Any, local: int) -> Match:
+        end = state.request.num_tokens - 1
+        chunks = [Chunk(local, end + 1, ChunkType.NO_MATCH)]
+        blend = make_plan(chunks, end)
+        return Match(local, exact=local, total=end, blend=blend, generation=1, match_ms=0.0)
+
+    scheduler._find = choose_all
+    try:
+        yield
+    finally:
+        scheduler._find = find

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from kvloom.blend.plan import make_plan
-from kvloom.tokens.chunks import Chunk, ChunkType
-from kvloom.vllm.scheduler import Match
-
-from .engines import Engine, largest_difference, prose
-
-
-@contextmanager
-def all_tokens_chosen(engine: Engine) -> Iterator[None]:
-    """Every prompt is 'blended' with nothing reused: kvloom computes all but the last token."""
-    scheduler = engine.scheduler
-    find = scheduler._find
-
-    def choose_all(state: Any, local: int) -> Match:
-        end = state.request.num_tokens - 1
-        chunks = [Chunk(local, end + 1, ChunkType.NO_MATCH)]
-        blend = make_plan(chunks, end)
-        return Match(local, exact=local, total=end, blend=blend, generation=1, match_ms=0.0)
-
-    scheduler._find = choose_all
-    try:
-        yield
-    finally:
-        scheduler._find = find
+from .engines import Engine, all_tokens_chosen, largest_difference, prose
 
 
 @pytest.mark.parametrize(("seed", "length"), [(1, 130), (2, 333), (3, 512), (4, 700), (5, 1025)])
