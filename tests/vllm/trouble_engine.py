@@ -100,17 +100,22 @@ class Watched:
             self.steps.clear()
             answers = [self.engine.ask(self.prompt, tokens=6)[0] for _ in range(REQUESTS)]
             steps = list(self.steps)
-        ends = time.monotonic() + 20
-        clients = (self.client, self.engine.worker._metadata_client)
-        while not all(client.available for client in clients) and time.monotonic() < ends:
-            time.sleep(0.05)
         return {
             "tokens": [answer["tokens"] for answer in answers],
             "exact": [answer["exact"] for answer in answers],
             "before_s": [seconds for down, seconds in steps if not down],
             "after_s": [seconds for down, seconds in steps if down],
-            "recovered": self.engine.ask(self.prompt, tokens=6)[0],
+            "recovered": self.ask_for_a_hit(),
         }
+
+    def ask_for_a_hit(self) -> dict[str, Any]:
+        """The first answer from the store. On a busy machine even a good service may be late."""
+        ends = time.monotonic() + 30
+        while True:
+            answer = self.engine.ask(self.prompt, tokens=6)[0]
+            if answer["exact"] or time.monotonic() > ends:
+                return answer
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -138,7 +143,7 @@ def main() -> None:
         watched = Watched(folder, front.url)
         found: dict[str, Any] = {"cold": watched.engine.cold(watched.prompt, tokens=6)[0]}
         watched.engine.ask(watched.prompt, tokens=6)
-        found["hit"] = watched.engine.ask(watched.prompt, tokens=6)[0]
+        found["hit"] = watched.ask_for_a_hit()
         found["troubles"] = {
             "stopped": watched.go_through(stopped(service)),
             "killed": watched.go_through(killed(service)),
