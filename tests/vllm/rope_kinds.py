@@ -30,6 +30,9 @@ SIZES = {
     "pad_token_id": 0,
 }
 HEADS_OF_32 = {"head_dim": 32}
+# Models that know no shared KV heads; vLLM would believe the number all the same, and write past
+# its cache.
+EACH_ITS_OWN = {"num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ KINDS = {
     "gemma2": Kind({"model_type": "gemma2", **WINDOWS}, "off", "2 KV cache groups"),
     "gemma3": Kind({"model_type": "gemma3_text", **WINDOWS}, "off", "2 KV cache groups"),
     "phi3-partial": Kind({"model_type": "phi3", "partial_rotary_factor": 0.5}),
-    "gpt-neox": Kind({"model_type": "gpt_neox"}),
-    "gpt-j": Kind({"model_type": "gptj", "rotary_dim": 16}),
+    "gpt-neox": Kind({"model_type": "gpt_neox", **EACH_ITS_OWN}),
+    "gpt-j": Kind({"model_type": "gptj", **EACH_ITS_OWN, "rotary_dim": 16}),
     # Weighted norms behind the rotation: what the model's rotary embedding says is not the whole.
     "hunyuan": Kind(
         {"model_type": "hunyuan_v1_dense", "use_qk_norm": True, **HEADS_OF_32},
@@ -101,10 +104,12 @@ KINDS = {
     ),
     "smollm3": Kind({"model_type": "smollm3", "no_rope_layers": [1, 0]}),
     "opt": Kind(
-        {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64}, "exact", "no rotary"
+        {"model_type": "opt", **EACH_ITS_OWN, "ffn_dim": 128, "word_embed_proj_dim": 64},
+        "exact",
+        "no rotary",
     ),
-    "gpt2": Kind({"model_type": "gpt2"}, "exact", "no rotary"),
-    "bloom": Kind({"model_type": "bloom"}, "exact", "no rotary"),
+    "gpt2": Kind({"model_type": "gpt2", **EACH_ITS_OWN}, "exact", "no rotary"),
+    "bloom": Kind({"model_type": "bloom", **EACH_ITS_OWN}, "exact", "no rotary"),
     "deepseek-v2": Kind(
         {
             "model_type": "deepseek_v2",
