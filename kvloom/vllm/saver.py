@@ -54,7 +54,7 @@ class Saver:
 
     def save(self, plan: SavePlan) -> None:
         """Copy a plan's chunks out and hand them to the store."""
-        self._reap()
+        self.reap()
         headers: list[BlockHeader] = []
         buffers: list[Buffer] = []
         for number, chunk in enumerate(plan.chunks):
@@ -98,7 +98,9 @@ class Saver:
         while self._dumps:
             self._end(self._dumps.popleft(), max(ends - time.monotonic(), 0.0))
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Count what has ended and free its buffers; every step, or the last save's loss and its
+        figures would show with the next save only."""
         while self._dumps and self._dumps[0].task.check():
             self._end(self._dumps.popleft(), 0.0)
 

@@ -125,6 +125,7 @@ class BlendWorker:
 
         Not earlier, so that it takes nothing from the time to the first token.
         """
+        self._saver.reap()
         keys, self._loaded_keys = self._loaded_keys, []
         if keys:
             self._store.prefetch(keys)

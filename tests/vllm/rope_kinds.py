@@ -64,6 +64,7 @@ LONGROPE = llama(
     short_factor=[1.0 + 0.01 * i for i in range(16)],
     long_factor=[1.0 + 0.5 * i for i in range(16)],
 )
+LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
 WINDOWS = {"sliding_window": 96, **HEADS_OF_32}
 
 KINDS = {
@@ -92,7 +93,11 @@ KINDS = {
         {"model_type": "mistral", **WINDOWS}, "off", "only full attention is supported yet"
     ),
     "gemma2": Kind({"model_type": "gemma2", **WINDOWS}, "off", "2 KV cache groups"),
-    "gemma3": Kind({"model_type": "gemma3_text", **WINDOWS}, "off", "2 KV cache groups"),
+    "gemma3": Kind(
+        {"model_type": "gemma3_text", **WINDOWS, "layer_types": LOCAL_AND_GLOBAL},
+        "off",
+        "2 KV cache groups",
+    ),
     "phi3-partial": Kind({"model_type": "phi3", "partial_rotary_factor": 0.5}),
     "gpt-neox": Kind({"model_type": "gpt_neox", **EACH_ITS_OWN}),
     "gpt-j": Kind({"model_type": "gptj", **EACH_ITS_OWN, "rotary_dim": 16}),
@@ -114,10 +119,10 @@ KINDS = {
         {
             "model_type": "deepseek_v2",
             "num_key_value_heads": 2,
-            "kv_lora_rank": 32,
+            "kv_lora_rank": 512,
             "q_lora_rank": None,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
+            "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             "first_k_dense_replace": 2,
             "n_routed_experts": 2,

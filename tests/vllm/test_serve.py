@@ -143,7 +143,7 @@ def test_chat_goes_on_over_restarts_and_over_a_trimmed_history(model: Path, tmp_
         },
     }
     messages = [{"role": "system", "content": SYSTEM}]
-    figures = []
+    figures, counted = [], []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
         with serving(model, transfer, log) as client:
@@ -152,8 +152,9 @@ def test_chat_goes_on_over_restarts_and_over_a_trimmed_history(model: Path, tmp_
             if turn is TURNS[-1]:
                 trimmed = [messages[0], *messages[3:]]
                 _, blended = chat(client, trimmed)
-                client.completions.create(model="smollm2", prompt="A", max_tokens=1)
-                counted = scrape(client)
+            # What ended after the last step is counted with the next one.
+            client.completions.create(model="smollm2", prompt="A", max_tokens=1)
+            counted.append(scrape(client))
         messages.append({"role": "assistant", "content": text})
         assert text
     before = [0, *(one["prompt_tokens"] for one in figures)]
@@ -163,14 +164,17 @@ def test_chat_goes_on_over_restarts_and_over_a_trimmed_history(model: Path, tmp_
         assert figures[number]["exact"] >= before[number] // 64 * 64
     assert blended["reused"] > 64
     assert blended["exact"] < figures[2]["exact"]
-    # B25: the last server's two requests.
+    # B25: the first server stores, the last one has two requests.
+    first, _, last = counted
+    assert first["tasks_total", "save"] > 0
+    assert first["bytes_total", "save"] >= before[1] // 64 * 64 * 46_080
+    assert first["bytes_total", "load"] == first["failed_tokens_total", "save"] == 0
     both = (figures[2], blended)
     for origin in ("reused", "recomputed"):
-        assert counted["prompt_tokens_total", origin] == sum(one[origin] for one in both)
-    assert counted["bytes_total", "load"] == sum(one["bytes"] for one in both)
-    assert counted["phase_seconds_count", "recompute"] == 2
-    assert counted["phase_seconds_sum", "rotate"] > 0
-    assert counted["store_hits_total", "posix"] >= figures[2]["exact"] // 64
-    assert counted["bytes_total", "save"] > 0
+        assert last["prompt_tokens_total", origin] == sum(one[origin] for one in both)
+    assert last["bytes_total", "load"] == sum(one["bytes"] for one in both)
+    assert last["phase_seconds_count", "recompute"] == 2
+    assert last["phase_seconds_sum", "rotate"] > 0
+    assert last["store_hits_total", "posix"] >= figures[2]["exact"] // 64
     complaints = [line for line in log.read_text().splitlines() if "kvloom: " in line]
     assert not [line for line in complaints if "ERROR" in line or "WARNING" in line]
