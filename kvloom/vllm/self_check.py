@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from kvloom.vllm.recompute import RecomputeEngine
 
 logger = init_logger(__name__)
 
-_TOKENS = 64
+_TOKENS = 32
 _GROUP = 5
 _FARTHEST = 4096
 
@@ -52,17 +53,12 @@ class SelfCheck:
         self._tolerance = max(1e-4, 8 * torch.finfo(cache.dtype).eps)
 
     def recompute(self) -> None:
-        """Tokens computed over a cache are what full prefill makes of them.
-
-        First all of them, in two passes of which the second builds on the first; then every second
-        group of a few tokens, in one pass.
-        """
+        """Scattered groups of tokens, computed in one pass over the KV of the others, are what full
+        prefill makes of them."""
         with self._trying("recompute"):
-            whole = self._prefill()
-            self._overwrite(self._positions)
-            for half in np.array_split(self._positions, 2):
-                self._compute(half)
-            scattered = self._positions[self._positions % (2 * _GROUP) < _GROUP]
+            whole = self._whole
+            self._cache.scatter(whole.to(self._cache.dtype), self._slots)
+            scattered = self._positions[self._positions % (2 * _GROUP) >= _GROUP]
             self._overwrite(scattered)
             self._compute(scattered)
             worst = float(_relative(self._read(), whole).max())
@@ -78,7 +74,7 @@ class SelfCheck:
         moved by the layer's rotation or by nothing.
         """
         with self._trying("rotation"):
-            here = self._prefill()
+            here = self._whole
             there = self._prefill(self._far)
         kept = _relative(here[:, 0], there[:, 0])
         moved = here[:, 0].clone()
@@ -120,6 +116,10 @@ class SelfCheck:
             for layer, content in zip(self._cache.layers, before, strict=True):
                 layer.cache[self._blocks] = content
         logger.debug("kvloom: self-check of %s in %.2f s", what, time.perf_counter() - began)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return self._prefill()
 
     def _prefill(self, shift: int = 0) -> Tensor:
         self._compute(self._positions, shift)
