@@ -78,6 +78,7 @@ class RanksEngine:
         self.ours = self.connector._scheduler
         self.invalid: list[int] = []
         self.hashes: list[str] = []
+        self.answers: set[tuple[int, ...]] = set()
         handle, add = self.scheduler._handle_invalid_blocks, self.ours.add
 
         def handle_and_keep(blocks: set[int], *more: Any) -> Any:
@@ -105,11 +106,21 @@ class RanksEngine:
             extra_args={"kv_transfer_params": {"kvloom_report": True}},
         )
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        self.answers.add(tuple(output.outputs[0].token_ids))
         return {
             "tokens": list(output.outputs[0].token_ids),
             "exact": (output.kv_transfer_params or {}).get("kvloom", {}).get("exact"),
             "invalid": len(self.invalid),
         }
+
+    def ask_for_a_hit(self, prompt: list[int]) -> dict[str, Any]:
+        """On a busy machine a look-up may be late, and the answer a cold one: asked again then."""
+        for _ in range(5):
+            answer = self.ask(prompt)
+            if answer["exact"]:
+                break
+            time.sleep(1)
+        return answer
 
     def cold(self, prompt: list[int]) -> dict[str, Any]:
         self.ours._loads = self.ours._saves = False
@@ -129,16 +140,28 @@ class RanksEngine:
             time.sleep(0.05)
 
 
-def damage(pages: Path, engine: RanksEngine, file: int, block: int) -> None:
+def damage(pages: Path, engine: RanksEngine, file: int, block: int, at: int) -> None:
     """Flip a byte of one block's page in one file."""
     (path,) = pages.rglob(f"rank-{file}.pages")
     size = json.loads(path.with_name(path.name + ".geometry").read_text())["bytes_per_page"]
     places: Any = engine.client.locations(file, [engine.hashes[block]])
     with path.open("r+b") as opened:
-        opened.seek(places[0].page * size + 1000)
+        opened.seek(places[0].page * size + at)
         byte = opened.read(1)
         opened.seek(-1, os.SEEK_CUR)
         opened.write(bytes([byte[0] ^ 1]))
+
+
+def ask_with_damage(engine: RanksEngine, pages: Path, prompt: list[int]) -> dict[str, Any]:
+    """The answer where one rank's page of one block is damaged, and was looked at."""
+    for at in range(1000, 1005):
+        engine.ask_for_a_hit(prompt)
+        damage(pages, engine, file=1, block=3, at=at)
+        answer = engine.ask(prompt)
+        engine.wait_complete(BLOCKS)
+        if answer["invalid"] == 1:
+            break
+    return answer
 
 
 def main() -> None:
@@ -149,13 +172,13 @@ def main() -> None:
     found: dict[str, Any] = {"cold": engine.cold(prompt)}
     found["first"] = engine.ask(prompt)
     found["complete"] = engine.wait_complete(BLOCKS)
-    found["hit"] = engine.ask(prompt)
+    found["hit"] = engine.ask_for_a_hit(prompt)
     pages = Path(folder) / "pages"
     found["files"] = sorted(path.name for path in pages.rglob("*.pages"))
-    damage(pages, engine, len(found["files"]) - 1, 3)
-    found["damaged"] = engine.ask(prompt)
+    found["damaged"] = ask_with_damage(engine, pages, prompt)
     found["complete_again"] = engine.wait_complete(BLOCKS)
-    found["saved_anew"] = engine.ask(prompt)
+    found["saved_anew"] = engine.ask_for_a_hit(prompt)
+    found["answers"] = sorted(engine.answers)
     audit: Any = engine.client.audit()
     found["audit"] = {"leaked": audit.leaked, "twice": audit.twice, "confirmed": audit.confirmed}
     print("RESULT" + json.dumps(found), flush=True)

@@ -59,6 +59,7 @@ def test_two_ranks_share_a_store(tmp_path: Path, tp: int, pp: int) -> None:
     assert found["damaged"] == {"tokens": cold, "exact": 0, "invalid": 1}
     assert found["complete_again"] == BLOCKS
     assert found["saved_anew"] == {"tokens": cold, "exact": stored, "invalid": 0}
+    assert found["answers"] == [cold], "also where something came too late"
     assert found["audit"] == {"leaked": 0, "twice": 0, "confirmed": 2 * BLOCKS}
 
 
