@@ -100,7 +100,7 @@ def test_ranks_that_hold_parts_of_a_blocks_tokens_are_refused() -> None:
 
 
 def test_latents_are_left_alone_where_the_engine_can_not_go_on_from_a_prefix() -> None:
-    """vLLM's CPU backend for MLA computes wrong tokens behind one, its own included."""
+    """vLLM's CPU backend for MLA gave wrong tokens behind one that was loaded bit for bit."""
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1
