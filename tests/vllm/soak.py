@@ -79,7 +79,6 @@ def main() -> None:
         "min_blend_tokens": 48,
         "first_k": 8,
         "min_gain": None,  # computing is cheaper than anything with this model
-        "blend_tokens_per_step": 16,
         "cache_bytes": "4M",
         # What is stored may fill memory up to its limits: only what goes beyond is growth.
         "index_max_chunks": 2000,

@@ -18,7 +18,7 @@ DECODED = 40
 
 @pytest.fixture(autouse=True)
 def small_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    update = {"blend_tokens_per_step": SLICE}
+    update = {"blend_async": True, "blend_tokens_per_step": SLICE}
     for side in (engine.scheduler, engine.worker):
         monkeypatch.setattr(side, "_config", side._config.model_copy(update=update))
     engine.clear()
