@@ -30,14 +30,17 @@ from kvloom.store.registry import acquire_store, release_store
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
+from kvloom.vllm.filler import Filler
 from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
 from kvloom.vllm.metrics import KvloomStats
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
 from kvloom.vllm.paged_cache import UnknownLayoutError
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.rope import layer_rotations
+from kvloom.vllm.saver import Saver
 from kvloom.vllm.scheduler import BlendScheduler
 from kvloom.vllm.self_check import SelfCheck
+from kvloom.vllm.stored_form import StoredForm
 from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
@@ -152,15 +155,12 @@ class BlendConnector(KvloomConnector):
             corrector = PositionCorrector(rotations)
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
-        return BlendWorker(
-            self.config,
-            self._policy,
-            store,
-            cache,
-            self._metrics,
-            corrector=corrector,
-            engine=engine,
+        form = StoredForm(self.config, cache)
+        filler = Filler(
+            self.config, self._policy, store, cache, form, corrector=corrector, engine=engine
         )
+        saver = Saver(self.config, store, cache, form, self._metrics)
+        return BlendWorker(self.config, store, cache, filler, saver)
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

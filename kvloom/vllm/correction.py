@@ -71,7 +71,7 @@ class Correction:
     def _slices(self, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(positions), _SLICE):
             where = torch.from_numpy(positions[first : first + _SLICE])
-            slots = self._cache.slots(self._block_ids, where).to(self._cache.device)
+            slots = self._cache.slots(self._block_ids, where)
             shape = self._cache.payload_shape(len(where))
             payload = torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
             self._cache.gather(slots, payload)

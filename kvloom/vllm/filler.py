@@ -102,7 +102,8 @@ class Filler:
                 rotating = time.perf_counter()
                 self._rotate(payload, piece.delta)
                 rotate_s += time.perf_counter() - rotating
-            slots = self._slots(plan.block_ids, piece.start, piece.length)
+            where = torch.arange(piece.start, piece.start + piece.length)
+            slots = self._cache.slots(plan.block_ids, where)
             self._cache.scatter(payload.to(self._cache.device), slots)
             budget.take(piece.length, LOADED_PRICE)
             if budget.spent:
@@ -185,7 +186,3 @@ class Filler:
         if self._corrector is None:
             raise RuntimeError(f"a plan moves keys by {delta}, but this model's are not rotated")
         self._corrector.rotate_(payload[:, 0], delta)
-
-    def _slots(self, block_ids: list[int], start: int, length: int) -> Tensor:
-        slots = self._cache.slots(block_ids, torch.arange(start, start + length))
-        return slots.to(self._cache.device)

@@ -114,9 +114,10 @@ class PagedCache:
         return self.parts * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Slots of prompt positions, int64, given the request's block table."""
+        """Slots of prompt positions, int64 on the cache's device, given the request's blocks."""
         table = torch.as_tensor(block_ids, dtype=torch.int64)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+        blocks, offsets = table[positions // self.block_size], positions % self.block_size
+        return (blocks * self.block_size + offsets).to(self.device)
 
     def gather(self, slots: Tensor, out: Tensor) -> None:
         """Copy the KV of ``slots`` [tokens] into ``out``, a payload of as many tokens."""

@@ -156,6 +156,6 @@ class RecomputeEngine:
             query_starts=torch.from_numpy(starts.astype(np.int32)),
             seq_lens=torch.from_numpy((last_positions + 1).astype(np.int32)),
             block_table=table.expand(len(starts) - 1, -1).contiguous(),
-            slots=self._cache.slots(block_ids, where).to(device),
+            slots=self._cache.slots(block_ids, where),
             layer_names=self._layer_names,
         )

@@ -64,7 +64,7 @@ class Saver:
                 break
             tokens = len(chunk.token_ids)
             where = torch.arange(chunk.position, chunk.position + tokens)
-            slots = self._cache.slots(plan.block_ids, where).to(self._cache.device)
+            slots = self._cache.slots(plan.block_ids, where)
             if not self._form.gather(slots, buffer):
                 self._buffers.release(buffer)
                 self._lost.append(chunk.key)

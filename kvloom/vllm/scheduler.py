@@ -288,19 +288,18 @@ class BlendScheduler:
             self._unreported[request.request_id] = state
             if len(self._unreported) > _MOST_UNREPORTED:
                 self._unreported.popitem(last=False)
-        counts, figures = self._figures(state), None
-        local = counts.get("local", 0)
+        asked = bool((request.kv_transfer_params or {}).get("kvloom_report"))
+        figures = self._figures(state, detail=asked)
+        local = figures.get("local", 0)
         self._metrics.prompt(
             local=local,
-            exact=counts["exact"] - local,
-            **{origin: counts[origin] for origin in ("reused", "recomputed", "new")},
+            exact=figures["exact"] - local,
+            **{origin: figures[origin] for origin in ("reused", "recomputed", "new")},
         )
-        if (request.kv_transfer_params or {}).get("kvloom_report"):
-            figures = {"kvloom": self._figures(state, detail=True)}
         save = self._save_plan(state, request.num_computed_tokens, last=True)
         if save is not None:
             self._last_saves.append(save)
-        return save is not None, figures
+        return save is not None, {"kvloom": figures} if asked else None
 
     def _find(self, state: RequestState, local: int) -> Match:
         began = time.perf_counter()
@@ -316,15 +315,14 @@ class BlendScheduler:
             chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
             found = make_plan(chunks, end)
             plan = found.recompute(self._policy.select(found))
-            choose = self._policy.budget(found, plan)
+            chosen_later = self._policy.budget(found, plan)
             reused = plan.count(Origin.REUSED)
             if reused >= self._config.min_blend_tokens and self._cost.worth(
-                loaded=reused, computed=len(plan.origin) - reused + choose
+                loaded=reused, computed=len(plan.origin) - reused + chosen_later
             ):
-                blend = plan
+                blend, choose = plan, chosen_later
                 sources = [load.source_block_id for load in plan.loads()]
                 generation = 1 if self._index.exact(sources).all() else 2
-        choose = choose if blend is not None else 0
         total = exact if blend is None else end
         match_ms = (time.perf_counter() - began) * 1e3
         self._metrics.took("match", match_ms / 1e3)

@@ -46,7 +46,7 @@ class SelfCheck:
         count = min(_TOKENS, (cache.num_blocks - 1) * cache.block_size, model.max_model_len // 2)
         self._blocks = list(range(1, 1 + -(-count // cache.block_size)))
         self._positions = np.arange(count)
-        self._slots = cache.slots(self._blocks, torch.arange(count)).to(cache.device)
+        self._slots = cache.slots(self._blocks, torch.arange(count))
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, model.get_vocab_size(), count, dtype=np.int32)
         self._far = min(model.max_model_len - count, _FARTHEST)

@@ -14,18 +14,13 @@ from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
-from kvloom.blend.rope import PositionCorrector
-from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.filler import Filled, Filler
 from kvloom.vllm.metadata import LoadPlan, SavePlan, WorkerReport
-from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.paged_cache import PagedCache
-from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.saver import Saver
-from kvloom.vllm.stored_form import StoredForm
 
 logger = init_logger(__name__)
 
@@ -42,31 +37,22 @@ class _Load:
 class BlendWorker:
     """Executes load and save plans in the engine's worker thread.
 
-    Args:
-        corrector: None where keys are not rotated; then no plan asks for it.
-        engine: None where the model's forward can't be called; pieces that fail to load are then
-            reported to vLLM, which computes those blocks itself.
+    What the filler can't put in place is reported to vLLM, which computes those blocks itself.
     """
 
     def __init__(
         self,
         config: KvloomConfig,
-        policy: SelectionPolicy,
         store: Store,
         cache: PagedCache,
-        metrics: Metrics,
-        *,
-        corrector: PositionCorrector | None,
-        engine: RecomputeEngine | None,
+        filler: Filler,
+        saver: Saver,
     ) -> None:
         self._config = config
         self._store = store
         self._cache = cache
-        form = StoredForm(config, cache)
-        self._filler = Filler(
-            config, policy, store, cache, form, corrector=corrector, engine=engine
-        )
-        self._saver = Saver(config, store, cache, form, metrics)
+        self._filler = filler
+        self._saver = saver
         self._between_steps: deque[_Load] = deque()
         self._arrived: set[str] = set()
         self._failed_blocks: set[int] = set()

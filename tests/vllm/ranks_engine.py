@@ -17,30 +17,19 @@ from kvloom.hf3fs.metadata.base import NamespaceStats
 from kvloom.hf3fs.metadata.client import MetadataClient
 
 from .engines import transfer_config_hf3fs
-from .soak import VOCABULARY
+from .soak import VOCABULARY, make_tiny_model
 
 BLOCKS = 6
 BLOCK_SIZE = 32
 
 
-def make_model(folder: Path) -> None:
-    """A Llama of two layers and two KV heads: they divide by two ranks either way."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+# Heads that divide by two ranks either way.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 class RanksEngine:
@@ -57,7 +46,7 @@ class RanksEngine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        make_model(folder / "model")
+        make_tiny_model(folder / "model", **SIZES)
         self.llm = LLM(
             str(folder / "model"),
             skip_tokenizer_init=True,

@@ -14,16 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 512
+from .soak import TINY, VOCABULARY
+
 CHUNK = 32
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 2048,
+    **TINY,
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 1,

@@ -19,25 +19,24 @@ VOCABULARY = 512
 DOCUMENTS = 12
 WAVE = 100
 SAMPLED = 0.3
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+}
 
 
-def make_tiny_model(folder: Path) -> None:
-    """A Llama of two layers with random weights."""
+def make_tiny_model(folder: Path, **sizes: int) -> None:
+    """A Llama of two layers with random weights; ``sizes`` replace those of its config."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**{**TINY, "head_dim": 32, **sizes}, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

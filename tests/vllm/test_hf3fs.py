@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import pytest
 from tests.hf3fs.service import ServiceProcess, running
 
 from .engines import transfer_config_hf3fs
+from .scripts import found_by
 from .test_processes import PROMPT, answers
 
 BLOCK = 128
@@ -27,21 +24,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 
 
 def run(what: str, model: Path, folder: Path, service: ServiceProcess) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.vllm.hf3fs_engine", what, str(model), str(folder)]
-    done = subprocess.run(
-        [*command, service.url, str(service.process.pid)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT"):
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
-            return result
-    raise AssertionError(done.stdout[-4000:] + done.stderr[-4000:])
+    arguments = (what, model, folder, service.url, service.process.pid)
+    return found_by("hf3fs_engine", *arguments, timeout_s=600, VLLM_CPU_KVCACHE_SPACE="1")
 
 
 @pytest.fixture(scope="module")

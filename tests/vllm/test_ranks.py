@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,28 +15,15 @@ from kvloom.vllm.hf3fs_transfers import Share
 from tests.hf3fs.service import running
 
 from .ranks_engine import BLOCK_SIZE, BLOCKS
-
-ROOT = Path(__file__).parents[2]
+from .scripts import found_by
 
 
 def engine(folder: Path, tp: int, pp: int) -> dict[str, Any]:
     (folder / "model").mkdir()
     with running(folder / "state") as service:
-        command = [sys.executable, "-m", "tests.vllm.ranks_engine", str(folder), service.url]
-        done = subprocess.run(
-            [*command, str(tp), str(pp)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
+        return found_by(
+            "ranks_engine", folder, service.url, tp, pp, timeout_s=600, OMP_NUM_THREADS="1"
         )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT"):
-            found: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
-            return found
-    pytest.fail(done.stdout[-4000:] + done.stderr[-4000:])
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .scripts import found_by
 
 TROUBLES = ["stopped", "killed", "late", "dripping", "garbage", "no_json", "failing", "silent"]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.vllm.trouble_engine",
-            str(tmp_path_factory.mktemp("trouble")),
-        ],
-        cwd=Path(__file__).parents[2],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT"):
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
-            return result
-    pytest.fail(done.stdout[-3000:] + done.stderr[-3000:])
+    return found_by("trouble_engine", tmp_path_factory.mktemp("trouble"), timeout_s=400)
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
