@@ -232,6 +232,20 @@ def waits_for_load(request: Any) -> bool:
     return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
+def computes_cached(kv_cache_manager: Any, other: Any, request: Any, cached: int) -> bool:
+    """Whether ``other`` computes a part of ``request``'s cached tokens in the step being planned.
+
+    The engine enters blocks in its prefix cache when it plans to fill them, so that requests of
+    the same step may share them.
+    """
+    block = other.num_computed_tokens // kv_cache_manager.block_pool.hash_block_size
+    return bool(
+        other.status == RequestStatus.RUNNING
+        and block < cached // kv_cache_manager.block_pool.hash_block_size
+        and other.block_hashes[block : block + 1] == request.block_hashes[block : block + 1]
+    )
+
+
 def leave_prefix_cache(
     kv_cache_manager: Any, request: Any, block_size: int, first_token: int
 ) -> None:

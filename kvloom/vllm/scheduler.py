@@ -44,6 +44,7 @@ logger = init_logger(__name__)
 
 _MOST_UNREPORTED = 1024
 _LOST_S = 60.0
+_NEVER_SAVED = 2  # a generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ class RequestState:
         request: the engine's request object.
         keys: prefix keys of the whole chunks of its tokens, extended as it generates.
         saved: chunks from the start that are stored or on their way.
-        match: of the last lookup.
+        match: of the last lookup; local: what the engine had in its prefix cache then.
         pending: a load to be sent with this step.
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
+        blended_from: position from which on blocks under its own hashes may hold a blend.
         between_steps: its load is, or would be, filled while other requests go on; the engine lets
             it wait meanwhile, and its KV is not in place.
         gave_up: a load between steps failed as a whole, and would fail again.
@@ -103,8 +105,10 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)
     saved: int = 0
     match: Match | None = None
+    local: int = 0
     pending: Match | None = None
     generation: int = 0
+    blended_from: int | None = None
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
@@ -140,7 +144,7 @@ class BlendScheduler:
         self._loads = loads
         self._saves = saves
         self._states: dict[str, RequestState] = {}
-        self._admitted: set[str] = set()  # live requests, followed or not, that would wait for us
+        self._admitted: dict[str, Any] = {}  # live requests, followed or not
         self._pending: list[RequestState] = []
         self._cost = CostRule(config.min_gain)
         self._timed: tuple[float, int] | None = None  # a step under way: when it began, its tokens
@@ -173,41 +177,51 @@ class BlendScheduler:
         )
         self._states[request.request_id] = RequestState(request, scope)
 
-    def match(self, request: Any, local: int) -> tuple[int, bool]:
+    def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """What the worker can put in place; no side effects.
 
         The engine asks again at every step until the request is admitted: an answer is kept for as
         long as the question is the same.
 
         Returns:
-            Tokens beyond the ``local`` ones, and whether the engine shall let the request wait for
-            them and go on with others.
+            Tokens beyond the ``local`` ones (None: ask again in the next step), and whether the
+            engine shall let the request wait for them and go on with others.
         """
         state = self._states.get(request.request_id)
+        if state is not None:
+            state.local = local
         if state is None or not self._loads or state.gave_up or request.skip_reading_prefix_cache:
             return 0, False
         if state.match is None or state.match.local != local:
             state.match = self._find(state, local)
-        state.between_steps = state.match.total > local and self._should_wait(state, state.match)
+        state.between_steps = False
+        if state.match.total > local:
+            if self._is_computing(request, local):
+                return None, False
+            state.between_steps = self._should_wait(state, state.match)
         return state.match.total - local, state.between_steps
 
     def admit(self, request: Any, num_external_tokens: int) -> None:
         """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
-        self._admitted.add(request.request_id)
+        self._admitted[request.request_id] = request
         state = self._states.get(request.request_id)
         if state is None or request.num_computed_tokens:
             return  # back from a load between steps: what was admitted before it stands
         match, state.match = state.match, None
-        state.admitted = match
-        state.generation = 0
+        inherits = state.blended_from is not None and state.local > state.blended_from
+        state.generation = _NEVER_SAVED if inherits else 0
+        if not inherits:
+            state.admitted = match
         state.loading, state.report = False, None
         if match is None or num_external_tokens <= 0:
             state.between_steps = False
             return
         state.pending = match
-        state.generation = match.generation
         self._pending.append(state)
-        if state.generation > 0:
+        if match.blend is not None:
+            state.generation = max(state.generation, match.generation)
+            if not inherits:
+                state.blended_from = match.exact
             compat.leave_prefix_cache(
                 self._kv_cache_manager, request, self._block_size, match.exact
             )
@@ -263,7 +277,7 @@ class BlendScheduler:
 
     def drop(self, request_id: str) -> None:
         """Leave a request alone from now on: something about it went wrong, its KV is vLLM's."""
-        self._admitted.discard(request_id)
+        self._admitted.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if state is not None:
             state.pending = None  # its blocks are vLLM's: a plan for them must not be sent later
@@ -275,7 +289,7 @@ class BlendScheduler:
             Whether its blocks must stay until its last chunks are saved, and the figures that the
             client asked for by ``kv_transfer_params: {"kvloom_report": true}``.
         """
-        self._admitted.discard(request.request_id)
+        self._admitted.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
@@ -327,6 +341,16 @@ class BlendScheduler:
         match_ms = (time.perf_counter() - began) * 1e3
         self._metrics.took("match", match_ms / 1e3)
         return Match(local, exact, total, blend, generation, match_ms, choose)
+
+    def _is_computing(self, request: Any, local: int) -> bool:
+        """Whether the engine only computes, in the step it plans, what it says it has cached.
+
+        A load is filled before that step's forward: what is computed on top would see garbage.
+        """
+        return local > 0 and any(
+            compat.computes_cached(self._kv_cache_manager, other, request, local)
+            for other in self._admitted.values()
+        )
 
     def _should_wait(self, state: RequestState, match: Match) -> bool:
         """Whether others would have to wait longer than a slice for this load (spec row B17)."""

@@ -65,6 +65,11 @@ class BlendWorker:
 
         A plan that is to be filled between steps is only begun by ``advance``.
         """
+        if self._failed_blocks.intersection(plan.block_ids):
+            self._fail_from(plan, plan.start)  # it stands on what another plan could not fill
+            if plan.between_steps:
+                self._arrived.add(plan.request_id)
+            return
         budget = Budget(limited=plan.between_steps)
         load = _Load(plan, budget, self._fill(plan, budget))
         if plan.between_steps:

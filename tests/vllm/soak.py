@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import psutil
 VOCABULARY = 512
 DOCUMENTS = 12
 WAVE = 100
-SAMPLED = 0.3
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -77,6 +75,7 @@ def main() -> None:
         "blend_chunk_size": 32,
         "min_blend_tokens": 48,
         "first_k": 8,
+        "blend_tokens_per_step": 16,
         "min_gain": None,  # computing is cheaper than anything with this model
         "cache_bytes": "4M",
         # What is stored may fill memory up to its limits: only what goes beyond is growth.
@@ -135,7 +134,7 @@ def main() -> None:
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)
                 exact = output.request_id not in blended and len(tokens) == params.max_tokens
-                if output.finished and exact and random.random() < SAMPLED:
+                if output.finished and exact:
                     samples.append((prompts[output.request_id], tokens))
             if traffic.aborted():
                 live = [request.request_id for request in scheduler.running]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ DECODED = 40
 
 @pytest.fixture(autouse=True)
 def small_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    update = {"blend_async": True, "blend_tokens_per_step": SLICE}
+    update = {"blend_tokens_per_step": SLICE}
     for side in (engine.scheduler, engine.worker):
         monkeypatch.setattr(side, "_config", side._config.model_copy(update=update))
     engine.clear()
@@ -185,6 +186,31 @@ def test_two_blends_are_filled_one_after_the_other(engine: Engine) -> None:
     assert not crowd.tokens["second"]
     crowd.finish()
     assert [crowd.tokens["first"], crowd.tokens["second"]] == expected
+
+
+def test_preempted_and_found_again_in_the_engines_cache_it_is_still_no_exact_prefix(
+    engine: Engine,
+) -> None:
+    """What it then saves would pass for exact, and every answer on top of it would be wrong."""
+    prompt = blend(engine)
+    once: Answer = engine.ask(prompt)
+    engine.forget()
+    crowd = two_decode(engine)
+    crowd.add("preempted", prompt, max_tokens=3)
+    crowd.until_first("preempted")
+    scheduler = engine.core.scheduler
+    request = scheduler.running.pop()
+    assert request.request_id.startswith("preempted")
+    scheduler._preempt_request(request, time.monotonic())
+    crowd.step()
+    state = engine.scheduler._states[request.request_id]
+    assert state.local > 0, "it was to find its own blocks again"
+    crowd.finish()
+    assert crowd.figures["preempted"]["reused"] == once.figures["reused"]
+    engine.forget()
+    again = engine.ask(prompt)
+    assert again.figures["exact"] == once.figures["exact"]
+    assert again.figures["reused"] == once.figures["reused"]
 
 
 @pytest.mark.parametrize("broken", ["fill", "plan", "step"])

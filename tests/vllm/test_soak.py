@@ -31,6 +31,7 @@ def test_mixed_requests_leave_nothing_and_are_answered_right(tmp_path: Path) -> 
     assert found["blended"] > REQUESTS // 10
     assert found["exact"] > REQUESTS // 100
     assert found["preempted"] > REQUESTS // 200
+    assert found["between_steps"] > REQUESTS // 100
     assert not [name for name in found if name.startswith("left_") and found[name]]
     assert found["free_blocks"] == 69, "all blocks but the null block are free again"
     # Resident memory is noisy: without any loads and saves the same traffic grows by 15 MB.
