@@ -178,7 +178,7 @@ class BlendScheduler:
         self._states[request.request_id] = RequestState(request, scope)
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """What the worker can put in place; no side effects.
+        """What the worker can put in place; nothing counts on it before ``admit``.
 
         The engine asks again at every step until the request is admitted: an answer is kept for as
         long as the question is the same.
