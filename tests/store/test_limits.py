@@ -346,8 +346,9 @@ def test_a_held_lock_costs_a_save_not_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_rubbish_goes_before_blocks(tmp_path: Path, policy: str) -> None:
-    store = opened(tmp_path, limit_bytes=10 * FILE, eviction=policy)
-    dump(store, [make_block(number) for number in range(9)])
+    # Without a limit: a first sweep that counts a block twice would make room by evicting another.
+    store = opened(tmp_path)
+    assert all(dump(store, [make_block(number) for number in range(9)]))
     store.close()  # nobody else sweeps
     aside = tmp_path / NAMESPACE / "quarantine"
     aside.mkdir()
