@@ -2,6 +2,9 @@
 
 What keeps a caller's buffers safe: a thread that is about to write into one holds the entry's turn
 (``writing``), and an entry that the caller gave up on is never given a turn again.
+
+A caller that waits is woken only for what it waits for: each time more, it would take the
+interpreter's lock from the threads that it waits for.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ class BatchTask(Task):
         self._outcomes: list[bool | None] = [None] * size
         self._writing = [False] * size
         self._settled: list[int] = []
+        self._wake_at = size  # settled entries; the least that anybody waits for
+        self._giving_up = False
         self._changed = threading.Condition()
 
     def settle(self, entry: int, outcome: bool) -> None:
@@ -29,7 +34,9 @@ class BatchTask(Task):
             if self._outcomes[entry] is None:
                 self._outcomes[entry] = outcome
                 self._settled.append(entry)
-                self._changed.notify_all()
+                if len(self._settled) >= self._wake_at:
+                    self._wake_at = len(self._outcomes)
+                    self._changed.notify_all()
 
     @contextmanager
     def writing(self, entry: int) -> Iterator[bool]:
@@ -42,7 +49,8 @@ class BatchTask(Task):
         finally:
             with self._changed:
                 self._writing[entry] = False
-                self._changed.notify_all()
+                if self._giving_up:
+                    self._changed.notify_all()
 
     def wants(self, entry: int) -> bool:
         """Whether the caller still waits for the entry: work for the others can be spared."""
@@ -54,22 +62,27 @@ class BatchTask(Task):
             return len(self._settled) == len(self._outcomes)
 
     def wait(self, deadline_s: float) -> list[bool]:
-        for _ in self.as_completed(deadline_s):
-            pass
-        return [bool(outcome) for outcome in self._outcomes]
+        with self._changed:
+            self._settle_by(time.monotonic() + deadline_s, len(self._outcomes))
+            return [bool(outcome) for outcome in self._outcomes]
 
     def as_completed(self, deadline_s: float) -> Iterator[tuple[int, bool]]:
         ends = time.monotonic() + deadline_s
         seen = 0
         while seen < len(self._outcomes):
             with self._changed:
-                while len(self._settled) == seen and time.monotonic() < ends:
-                    self._changed.wait(max(ends - time.monotonic(), 0.0))
-                if len(self._settled) == seen:
-                    self._give_up()
+                self._settle_by(ends, seen + 1)
                 entry = self._settled[seen]
             seen += 1
             yield entry, bool(self._outcomes[entry])
+
+    def _settle_by(self, ends: float, count: int) -> None:
+        """Wait until ``count`` entries are settled; at ``ends``, settle what is late."""
+        while len(self._settled) < count and (left := ends - time.monotonic()) > 0:
+            self._wake_at = min(self._wake_at, count)
+            self._changed.wait(left)
+        if len(self._settled) < count:
+            self._give_up()
 
     def _give_up(self) -> None:
         """Settle what is late as failed, once no thread is writing any more.
@@ -77,6 +90,7 @@ class BatchTask(Task):
         Copies from memory into the caller's buffer are short; reads that may hang go into buffers
         of the stage's own, so this wait is.
         """
+        self._giving_up = True
         for entry, outcome in enumerate(self._outcomes):
             if outcome is None:
                 while self._writing[entry]:
