@@ -60,8 +60,9 @@ def run(
     *,
     policies: Sequence[str] = tuple(POLICIES),
     split: str = SPLITS[1],
-) -> Report:
-    """Blend ``prompts`` prompts by each policy.
+) -> Iterator[Report]:
+    """Blend ``prompts`` prompts by each policy; a report of those so far after each, for the whole
+    takes an hour or more.
 
     Args:
         policies: of ``POLICIES``; the baseline is added where it is missing.
@@ -85,7 +86,8 @@ def run(
         for name in names:
             progress(number, prompts, f"prompt {number + 1}, {case.kind}: {name}")
             rows.outcomes[name].append(prepared.blended(chosen[name]))
-    return _report(rows, f"Quality on {prompts} {split} prompts, {model_folder.name}, float32")
+        title = f"Quality on {number + 1} {split} prompts, {model_folder.name}, float32"
+        yield _report(rows, title)
 
 
 def _report(rows: _Rows, title: str) -> Report:

@@ -136,7 +136,7 @@ def quality(
     json: JsonOption = None,
     log: LogOption = DEFAULT_LOG,
 ) -> None:
-    """How near blends come to full recompute, by recompute policy."""
+    """How near blends come to full recompute, by recompute policy; FILE is kept up to date."""
     from kvloom.bench import quality as bench
 
     names = policies.split(",") if policies else list(bench.POLICIES)
@@ -148,7 +148,10 @@ def quality(
             def show(done: int, total: int, what: str) -> None:
                 bar.update(task, completed=done, total=total, description=what)
 
-            return bench.run(_model(model), prompts, show, policies=names, split=split)
+            for report in bench.run(_model(model), prompts, show, policies=names, split=split):
+                if json is not None:
+                    report.write(json)
+            return report
 
     _run_on(work, json, log)
 
