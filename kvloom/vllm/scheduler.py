@@ -44,7 +44,6 @@ logger = init_logger(__name__)
 
 _MOST_UNREPORTED = 1024
 _LOST_S = 60.0
-_NEVER_SAVED = 2  # a generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,11 @@ class RequestState:
         request: the engine's request object.
         keys: prefix keys of the whole chunks of its tokens, extended as it generates.
         saved: chunks from the start that are stored or on their way.
-        match: of the last lookup; local: what the engine had in its prefix cache then.
+        match: of the last lookup.
         pending: a load to be sent with this step.
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
-        blended_from: position from which on blocks under its own hashes may hold a blend.
         between_steps: its load is, or would be, filled while other requests go on; the engine lets
             it wait meanwhile, and its KV is not in place.
         gave_up: a load between steps failed as a whole, and would fail again.
@@ -105,10 +103,8 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)
     saved: int = 0
     match: Match | None = None
-    local: int = 0
     pending: Match | None = None
     generation: int = 0
-    blended_from: int | None = None
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
@@ -188,8 +184,6 @@ class BlendScheduler:
             engine shall let the request wait for them and go on with others.
         """
         state = self._states.get(request.request_id)
-        if state is not None:
-            state.local = local
         if state is None or not self._loads or state.gave_up or request.skip_reading_prefix_cache:
             return 0, False
         if state.match is None or state.match.local != local:
@@ -205,26 +199,23 @@ class BlendScheduler:
         """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
         self._admitted[request.request_id] = request
         state = self._states.get(request.request_id)
-        if state is None or request.num_computed_tokens:
-            return  # back from a load between steps: what was admitted before it stands
+        if state is None:
+            return
+        if request.num_computed_tokens:
+            # Back from a load between steps: what was admitted before it stands. The engine has
+            # just entered the blend in its prefix cache; preempted, the request would find it,
+            # count it as an exact prefix and save it as one.
+            self._leave_prefix_cache(request, state.admitted)
+            return
         match, state.match = state.match, None
-        inherits = state.blended_from is not None and state.local > state.blended_from
-        state.generation = _NEVER_SAVED if inherits else 0
-        if not inherits:
-            state.admitted = match
+        state.admitted, state.generation = match, 0
         state.loading, state.report = False, None
         if match is None or num_external_tokens <= 0:
             state.between_steps = False
             return
-        state.pending = match
+        state.pending, state.generation = match, match.generation
         self._pending.append(state)
-        if match.blend is not None:
-            state.generation = max(state.generation, match.generation)
-            if not inherits:
-                state.blended_from = match.exact
-            compat.leave_prefix_cache(
-                self._kv_cache_manager, request, self._block_size, match.exact
-            )
+        self._leave_prefix_cache(request, match)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Plans for the workers: of the requests admitted and scheduled in this step."""
@@ -351,6 +342,12 @@ class BlendScheduler:
             compat.computes_cached(self._kv_cache_manager, other, request, local)
             for other in self._admitted.values()
         )
+
+    def _leave_prefix_cache(self, request: Any, match: Match | None) -> None:
+        if match is not None and match.blend is not None:
+            compat.leave_prefix_cache(
+                self._kv_cache_manager, request, self._block_size, match.exact
+            )
 
     def _should_wait(self, state: RequestState, match: Match) -> bool:
         """Whether others would have to wait longer than a slice for this load (spec row B17)."""

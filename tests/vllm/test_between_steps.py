@@ -188,10 +188,10 @@ def test_two_blends_are_filled_one_after_the_other(engine: Engine) -> None:
     assert [crowd.tokens["first"], crowd.tokens["second"]] == expected
 
 
-def test_preempted_and_found_again_in_the_engines_cache_it_is_still_no_exact_prefix(
+def test_preempted_it_does_not_find_itself_in_the_engines_cache(
     engine: Engine,
 ) -> None:
-    """What it then saves would pass for exact, and every answer on top of it would be wrong."""
+    """It would pass for exact, be saved as such, and every answer on top of it would be wrong."""
     prompt = blend(engine)
     once: Answer = engine.ask(prompt)
     engine.forget()
@@ -203,10 +203,10 @@ def test_preempted_and_found_again_in_the_engines_cache_it_is_still_no_exact_pre
     assert request.request_id.startswith("preempted")
     scheduler._preempt_request(request, time.monotonic())
     crowd.step()
-    state = engine.scheduler._states[request.request_id]
-    assert state.local > 0, "it was to find its own blocks again"
     crowd.finish()
-    assert crowd.figures["preempted"]["reused"] == once.figures["reused"]
+    figures = crowd.figures["preempted"]
+    assert figures["local"] <= once.figures["exact"]
+    assert figures["reused"] == once.figures["reused"]
     engine.forget()
     again = engine.ask(prompt)
     assert again.figures["exact"] == once.figures["exact"]
