@@ -169,7 +169,7 @@ class KvloomConfig(StoreConfig):
     blend_async: bool = Field(
         True,
         description="While other requests run, fill a new one's KV between their steps, in slices, "
-        "if it is more than one slice.",
+        "if it is more than one slice; not under tensor parallelism.",
     )
     blend_tokens_per_step: int = Field(
         512, ge=16, description="Tokens computed in such a slice at most."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -35,6 +36,7 @@ from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
 from kvloom.vllm.metrics import KvloomStats
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
 from kvloom.vllm.paged_cache import UnknownLayoutError
+from kvloom.vllm.ranks import OtherRankError, Ranks
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.rope import layer_rotations
 from kvloom.vllm.saver import Saver
@@ -87,8 +89,19 @@ class BlendConnector(KvloomConnector):
         spec = cast("FullAttentionSpec", self._group.kv_cache_spec)
         _check_model(self.config, vllm_config, spec.head_size)
         form = {"store_dtype": "int8"} if self.config.store_dtype == "int8" else {}
+        parallel = vllm_config.parallel_config
+        share: dict[str, int] = {}
+        if parallel.world_size > 1:
+            share["rank"] = parallel.rank
+            # A load between steps goes on when its bytes have arrived: not everywhere at once.
+            self.config = self.config.model_copy(update={"blend_async": False})
         namespace = engine_namespace(
-            vllm_config, len(self._group.layer_names), spec.num_kv_heads, spec.head_size, **form
+            vllm_config,
+            len(self._group.layer_names),
+            spec.num_kv_heads,
+            spec.head_size,
+            **form,
+            **share,
         )
         self._store = acquire_store(namespace, self.config)
         if role is KVConnectorRole.SCHEDULER:
@@ -123,15 +136,21 @@ class BlendConnector(KvloomConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._store is None:
             return
+        ranks = Ranks(compat.tensor_parallel_group(self._vllm_config))
         try:
-            self._worker = self._make_worker(self._store, kv_caches)
+            with ranks.together():
+                self._worker = self._make_worker(self._store, kv_caches, ranks)
+        except OtherRankError:
+            self._worker = None  # the other one reports why
         except (UnknownLayoutError, compat.EngineMismatchError) as error:
             self._obstacle = Obstacle(str(error), everything=True)
         except Exception as error:
             logger.exception("kvloom: the worker side could not start")
             self._obstacle = Obstacle(repr(error), everything=True)
 
-    def _make_worker(self, store: Store, kv_caches: dict[str, torch.Tensor]) -> BlendWorker:
+    def _make_worker(
+        self, store: Store, kv_caches: dict[str, torch.Tensor], ranks: Ranks
+    ) -> BlendWorker:
         config, names = self._vllm_config, self._group.layer_names
         cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
         if self.config.store_dtype == "int8" and cache.dtype not in DTYPES:
@@ -143,8 +162,9 @@ class BlendConnector(KvloomConnector):
         try:
             compat.check_nested_forward(config)
             model = compat.loaded_model(config)
-            able = RecomputeEngine(config, model, self._group.kv_cache_spec, layers, cache)
-            check = SelfCheck(config, able, cache) if self.config.self_check else None
+            spec = self._group.kv_cache_spec
+            able = RecomputeEngine(config, model, spec, layers, cache, ranks=ranks)
+            check = SelfCheck(config, able, cache, ranks) if self.config.self_check else None
             if check is not None:
                 check.recompute()
             engine = able
@@ -155,9 +175,18 @@ class BlendConnector(KvloomConnector):
             corrector = PositionCorrector(rotations)
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
+        if not ranks.all(np.array([engine is not None]))[0]:
+            engine = None  # a forward of some ranks would wait for the others for ever
         form = StoredForm(self.config, cache)
         filler = Filler(
-            self.config, self._policy, store, cache, form, corrector=corrector, engine=engine
+            self.config,
+            self._policy,
+            store,
+            cache,
+            form,
+            corrector=corrector,
+            engine=engine,
+            ranks=ranks,
         )
         saver = Saver(self.config, store, cache, form, self._metrics)
         return BlendWorker(self.config, store, cache, filler, saver)
@@ -269,9 +298,11 @@ class BlendConnector(KvloomConnector):
 
 
 def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    ranks = vllm_config.parallel_config.world_size
-    if ranks > 1:
-        return f"tensor and pipeline parallelism are not supported yet ({ranks} ranks)"
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is not supported yet"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported yet"
     return why_off(kv_cache_config)
 
 

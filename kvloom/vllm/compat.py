@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -225,6 +227,14 @@ def block_ids(kv_cache_manager: Any, request_id: str) -> list[int]:
     """The request's block table, from the engine's own books: never extended or kept by us."""
     table: list[int] = kv_cache_manager.get_block_ids(request_id)[0]
     return table
+
+
+def tensor_parallel_group(vllm_config: VllmConfig) -> torch.distributed.ProcessGroup | None:
+    """The ranks that hold shares of the same layers, on processors; None for one alone."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    group: torch.distributed.ProcessGroup = get_tp_group().cpu_group
+    return group
 
 
 def waits_for_load(request: Any) -> bool:

@@ -25,6 +25,7 @@ from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.correction import Correction
 from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece
 from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.ranks import Ranks
 from kvloom.vllm.reader import PieceReader
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.stored_form import StoredForm
@@ -49,12 +50,22 @@ class Filled:
     report: LoadReport | None = None
 
 
+@dataclass
+class _Loading:
+    """What this rank read of a plan."""
+
+    failed: list[Piece] = field(default_factory=list)
+    bytes_read: int = 0
+    rotate_s: float = 0.0
+
+
 class Filler:
     """Executes load plans, in the engine's worker thread.
 
     Args:
         corrector: None where keys are not rotated; then no plan asks for it.
         engine: None where the model's forward can't be called.
+        ranks: those that fill their shares of the same plans.
     """
 
     def __init__(
@@ -67,7 +78,9 @@ class Filler:
         *,
         corrector: PositionCorrector | None,
         engine: RecomputeEngine | None,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._policy = policy
         self._cache = cache
         self._form = form
@@ -78,11 +91,35 @@ class Filler:
         self._between = PieceReader(store, form, config)
 
     def fill(self, plan: LoadPlan, budget: Budget) -> Slices[Filled]:
-        """Put a plan's KV in place."""
-        filled = Filled()
-        rotate_s = 0.0
-        loaded_tokens = bytes_read = 0
-        failed: list[Piece] = []
+        """Put a plan's KV in place.
+
+        Raises:
+            OtherRankError: it could not be done elsewhere.
+        """
+        filled, loading = Filled(), _Loading()
+        with self._ranks.together():
+            yield from self._load(plan, loading, filled, budget)
+            there = np.array([piece not in loading.failed for piece in plan.pieces], np.bool_)
+        there = self._ranks.all(there)
+        failed = [piece for piece, good in zip(plan.pieces, there, strict=True) if not good]
+        loaded_s = budget.worked_s() - loading.rotate_s
+        with self._ranks.together():
+            chosen = yield from self._compute(plan, failed, filled, budget)
+        failed_tokens = sum(piece.length for piece in failed)
+        filled.report = LoadReport(
+            loaded_tokens=sum(piece.length for piece in plan.pieces) - failed_tokens,
+            failed_tokens=failed_tokens,
+            chosen=chosen,
+            bytes_read=loading.bytes_read,
+            load_ms=loaded_s * 1e3,
+            rotate_ms=loading.rotate_s * 1e3,
+            compute_ms=(budget.worked_s() - loaded_s - loading.rotate_s) * 1e3,
+        )
+        return filled
+
+    def _load(
+        self, plan: LoadPlan, loading: _Loading, filled: Filled, budget: Budget
+    ) -> Slices[None]:
         reader = self._between if budget.limited else self._within
         for found in reader.read(plan.pieces, waits=not budget.limited):
             if found is None:
@@ -90,36 +127,23 @@ class Filler:
                 continue
             piece, buffer = found
             if buffer is None:
-                failed.append(piece)
+                loading.failed.append(piece)
                 filled.lost.append(piece.key)
                 continue
             filled.loaded.append(piece.key)
             chunk = self._form.payload(buffer)
             payload = chunk[:, :, piece.offset : piece.offset + piece.length]
-            bytes_read += len(buffer.memory)
-            loaded_tokens += piece.length
+            loading.bytes_read += len(buffer.memory)
             if piece.delta:
                 rotating = time.perf_counter()
                 self._rotate(payload, piece.delta)
-                rotate_s += time.perf_counter() - rotating
+                loading.rotate_s += time.perf_counter() - rotating
             where = torch.arange(piece.start, piece.start + piece.length)
             slots = self._cache.slots(plan.block_ids, where)
             self._cache.scatter(payload.to(self._cache.device), slots)
             budget.take(piece.length, LOADED_PRICE)
             if budget.spent:
                 yield
-        loaded_s = budget.worked_s() - rotate_s
-        chosen = yield from self._compute(plan, failed, filled, budget)
-        filled.report = LoadReport(
-            loaded_tokens=loaded_tokens,
-            failed_tokens=sum(piece.length for piece in failed),
-            chosen=chosen,
-            bytes_read=bytes_read,
-            load_ms=loaded_s * 1e3,
-            rotate_ms=rotate_s * 1e3,
-            compute_ms=(budget.worked_s() - loaded_s - rotate_s) * 1e3,
-        )
-        return filled
 
     def _compute(
         self, plan: LoadPlan, failed: list[Piece], filled: Filled, budget: Budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +117,16 @@ class LoadReport:
     rotate_ms: float
     compute_ms: float
 
+    def with_(self, other: LoadReport) -> LoadReport:
+        """Of two ranks: their bytes, and the times of the slower one."""
+        return replace(
+            self,
+            bytes_read=self.bytes_read + other.bytes_read,
+            load_ms=max(self.load_ms, other.load_ms),
+            rotate_ms=max(self.rotate_ms, other.rotate_ms),
+            compute_ms=max(self.compute_ms, other.compute_ms),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
@@ -132,7 +142,7 @@ class Obstacle:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What happened in a step. There is one worker, so nothing is ever merged.
+    """What happened in a step, on one rank or on all of them.
 
     Attributes:
         loads: by request id.
@@ -147,4 +157,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
     timed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self
+        """With another rank's: it has done the same with its share of the heads."""
+        if not isinstance(other, WorkerReport):
+            return self
+        both = self.loads.keys() & other.loads.keys()
+        return WorkerReport(
+            {**self.loads, **other.loads, **{i: self.loads[i].with_(other.loads[i]) for i in both}},
+            list(dict.fromkeys([*self.lost, *other.lost])),
+            self.obstacle or other.obstacle,
+            self.timed or other.timed,
+        )

@@ -23,6 +23,7 @@ from kvloom.blend.selection.base import LAST_TOKENS, LayerView, LookingPolicy
 from kvloom.vllm import compat
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.ranks import Ranks
 
 
 class RecomputeEngine:
@@ -32,6 +33,7 @@ class RecomputeEngine:
         model: the module that the engine runs.
         spec: the KV cache spec of the attention group.
         layers: the group's attention modules by name.
+        ranks: those that call the model together.
     """
 
     def __init__(
@@ -41,7 +43,10 @@ class RecomputeEngine:
         spec: Any,
         layers: dict[str, Any],
         cache: PagedCache,
+        *,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._vllm_config = vllm_config
         self._model = model
         self._layers = layers
@@ -131,7 +136,7 @@ class RecomputeEngine:
                 self._compute_batch(block_ids, token_ids[tokens - start], tokens)
             if budget.spent:
                 yield
-        return policy.choose(scores, where.to(scores.device), count)
+        return policy.choose(self._ranks.sum(scores), where.to(scores.device), count)
 
     def _compute_batch(
         self,

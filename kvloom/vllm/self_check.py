@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from kvloom.blend.rope import PositionCorrector, RopeSpec, Rotations
 from kvloom.vllm.compat import EngineMismatchError
 from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.ranks import Ranks
 from kvloom.vllm.recompute import RecomputeEngine
 
 logger = init_logger(__name__)
@@ -38,10 +39,13 @@ class SelfCheck:
         EngineMismatchError: by each check, with what does not hold.
     """
 
-    def __init__(self, vllm_config: VllmConfig, engine: RecomputeEngine, cache: PagedCache) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, engine: RecomputeEngine, cache: PagedCache, ranks: Ranks
+    ) -> None:
         model = vllm_config.model_config
         self._engine = engine
         self._cache = cache
+        self._ranks = ranks
         # The engine's block 0 is the one that stands for "no block".
         count = min(_TOKENS, (cache.num_blocks - 1) * cache.block_size, model.max_model_len // 2)
         self._blocks = list(range(1, 1 + -(-count // cache.block_size)))
@@ -61,7 +65,7 @@ class SelfCheck:
             scattered = self._positions[self._positions % (2 * _GROUP) >= _GROUP]
             self._overwrite(scattered)
             self._compute(scattered)
-            worst = float(_relative(self._read(), whole).max())
+            worst = float(self._difference(self._read(), whole).max())
         if not worst <= self._tolerance:
             raise EngineMismatchError(
                 f"self-check: tokens computed over a cache differ from full prefill by {worst:.1%}"
@@ -76,11 +80,11 @@ class SelfCheck:
         with self._trying("rotation"):
             here = self._whole
             there = self._prefill(self._far)
-        kept = _relative(here[:, 0], there[:, 0])
+        kept = self._difference(here[:, 0], there[:, 0])
         moved = here[:, 0].clone()
         PositionCorrector(assumed).rotate_(moved, self._far)
-        rotated = _relative(moved, there[:, 0])
-        values = _relative(here[:, 1], there[:, 1])
+        rotated = self._difference(moved, there[:, 0])
+        values = self._difference(here[:, 1], there[:, 1])
         # The model's own angles are float32, off by up to a 2^24th of the position, and all that
         # is computed from them.
         tolerance = self._tolerance + self._far * 2**-21
@@ -127,6 +131,12 @@ class SelfCheck:
 
     def _compute(self, positions: npt.NDArray[np.int64], shift: int = 0) -> None:
         self._engine.compute(self._blocks, self._tokens[positions], positions, shift)
+
+    def _difference(self, found: Tensor, expected: Tensor) -> Tensor:
+        """Relative difference of each layer, the largest of all ranks: one that alone gave up would
+        leave the others waiting for it in the next forward."""
+        relative = _relative(found, expected)
+        return self._ranks.max(relative.nan_to_num(torch.inf))
 
     def _read(self) -> Tensor:
         """KV of all tokens, float32 [layers, 2, tokens, heads, head_dim]."""

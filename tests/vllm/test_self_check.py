@@ -9,6 +9,7 @@ import torch
 
 from kvloom.blend.rope import RopeSpec
 from kvloom.vllm.compat import EngineMismatchError
+from kvloom.vllm.ranks import Ranks
 from kvloom.vllm.self_check import SelfCheck
 
 from .engines import Engine
@@ -17,7 +18,8 @@ from .engines import Engine
 @pytest.fixture
 def check(engine: Engine) -> SelfCheck:
     worker = engine.worker
-    return SelfCheck(engine.llm.llm_engine.vllm_config, worker._filler._engine, worker._cache)
+    config = engine.llm.llm_engine.vllm_config
+    return SelfCheck(config, worker._filler._engine, worker._cache, Ranks())
 
 
 def test_a_sound_model_passes_and_its_cache_is_left_as_it_was(

@@ -1,0 +1,79 @@
+"""What the workers of one engine agree on under tensor parallelism (spec row B14).
+
+Every rank holds some heads of all tokens, stores them by itself, and calls the model together with
+the others: a forward of one rank waits for the same forward of the others. So whatever decides
+which tokens are computed is decided by all: a chunk that one rank could not load counts as lost for
+all, and what a policy saw of its heads is summed. In the memory of the processor, where every rank
+gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed
+from torch import Tensor
+
+Flags = npt.NDArray[np.bool_]
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed; its log says why."""
+
+
+class Ranks:
+    """The ranks of a tensor-parallel group; calls are made by all of them, in the same order.
+
+    Args:
+        group: of torch.distributed, on processors; None for a rank that is alone.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    @property
+    def alone(self) -> bool:
+        return self._group is None
+
+    def all(self, flags: Flags) -> Flags:
+        """What is true on all ranks, bool [n]."""
+        if self._group is None:
+            return flags
+        shared = torch.from_numpy(flags.astype(np.uint8))
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, self._group)
+        agreed: Flags = shared.numpy().astype(np.bool_)
+        return agreed
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Float values of all ranks added."""
+        return self._reduced(values, torch.distributed.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """The largest of each float value on any rank; NaN may be lost."""
+        return self._reduced(values, torch.distributed.ReduceOp.MAX)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that fails on all ranks if it fails on one.
+
+        Raises:
+            OtherRankError: it went well here, but not everywhere.
+        """
+        try:
+            yield
+        except Exception:
+            self.all(np.zeros(1, np.bool_))
+            raise
+        if not self.all(np.ones(1, np.bool_))[0]:
+            raise OtherRankError("another rank failed")
+
+    def _reduced(self, values: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
+        if self._group is None:
+            return values
+        shared = values.cpu()
+        torch.distributed.all_reduce(shared, how, self._group)
+        return shared.to(values.device)
