@@ -35,8 +35,9 @@ class Cover:
     """
 
     def __init__(self, count: int, start: int) -> None:
-        self._taken = np.zeros(count, dtype=np.bool_)
-        self._taken[:start] = True
+        self._walled = np.ones(count + 2, dtype=np.bool_)  # nothing is free beyond the ends
+        self._taken = self._walled[1:-1]
+        self._taken[start:] = False
         self.tiles: list[Tile] = []
 
     def take(self, *tile: Piece) -> None:
@@ -60,10 +61,8 @@ class Cover:
         return free
 
     def is_free_at(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Whether there is a token that is free at each place."""
-        inside = (places >= 0) & (places < len(self._taken))
-        inside[inside] = ~self._taken[places[inside]]
-        return inside
+        """Whether there is a token that is free at each place, of -1 to one past the last."""
+        return ~self._walled[places + 1]
 
     def taken_by_chunk(self, start: int, chunks: int, size: int) -> npt.NDArray[np.bool_]:
         """Whether any token is taken of each of ``chunks`` chunks from ``start`` on."""
