@@ -38,16 +38,24 @@ def take_runs(tokens: Tokens, index: ChunkIndex, scope: bytes, start: int, cover
     where, slots, complete = index.find_whole(tokens[start:], scope)
     if not where.size:
         return
-    runs = _chains(tokens, index, where + start, slots)
     size = index.chunk_size
-    for run in _longest_first(runs, cover, size):
-        starts = range(run.start, run.start + len(run.slots) * size, size)
-        cover.take_each(
-            Piece(at, slot, 0, size) for at, slot in zip(starts, run.slots, strict=True)
-        )
+    runs = sorted(_chains(tokens, index, where + start, slots), key=lambda run: run.start)
+    # Sources that were not looked at, where not all were, may have been a run's own neighbours.
+    if all(a.start + len(a.slots) * size <= b.start for a, b in itertools.pairwise(runs)):
+        for run in runs:  # no choice to make
+            _take(run, cover, size)
         if not complete:
-            # Sources that were not looked at may have been this run's own neighbours.
+            extend(tokens, index, cover, cover.tiles, shortest=size)
+        return
+    for run in _longest_first(runs, cover, size):
+        _take(run, cover, size)
+        if not complete:
             extend(tokens, index, cover, cover.tiles[-len(run.slots) :], shortest=size)
+
+
+def _take(run: Run, cover: Cover, size: int) -> None:
+    starts = range(run.start, run.start + len(run.slots) * size, size)
+    cover.take_each(Piece(at, slot, 0, size) for at, slot in zip(starts, run.slots, strict=True))
 
 
 def extend(
@@ -58,11 +66,12 @@ def extend(
     Args:
         shortest: tokens of an end piece that is worth it.
     """
-    while tiles:
-        pieces = [(piece, False) for piece in _pieces_before(tokens, index, cover, tiles)]
-        pieces += [(piece, True) for piece in _pieces_after(tokens, index, cover, tiles)]
+    heads, tails = list(tiles), list(tiles)
+    while heads or tails:
+        pieces = [(piece, False) for piece in _pieces_before(tokens, index, cover, heads)]
+        pieces += [(piece, True) for piece in _pieces_after(tokens, index, cover, tails)]
         pieces.sort(key=lambda item: (-item[0].length, item[0].start))
-        whole: list[Tile] = []
+        heads, tails = [], []
         for piece, onwards in pieces:
             length = (
                 cover.free_after(piece.start, piece.length)
@@ -73,8 +82,7 @@ def extend(
                 cut = 0 if onwards else piece.length - length
                 cover.take(Piece(piece.start + cut, piece.slot, piece.offset + cut, length))
                 if length == index.chunk_size:
-                    whole.append((piece,))
-        tiles = whole
+                    (tails if onwards else heads).append((piece,))
 
 
 def _chains(tokens: Tokens, index: ChunkIndex, where: Numbers, slots: Numbers) -> list[Run]:
@@ -142,10 +150,6 @@ def _longest_first(runs: list[Run], cover: Cover, size: int) -> Iterator[Run]:
     Best: most chunks, then the longest equal text before, then the newest source, then the last
     in the prompt, then the first in its source.
     """
-    runs = sorted(runs, key=lambda run: run.start)
-    if all(a.start + len(a.slots) * size <= b.start for a, b in itertools.pairwise(runs)):
-        yield from runs  # no choice to make
-        return
     heap = [(_rank(run), number, run) for number, run in enumerate(runs)]
     heapq.heapify(heap)
     number = len(runs)  # settles what is left of ties
@@ -175,6 +179,8 @@ def _rank(run: Run) -> tuple[int, ...]:
 def _pieces_before(
     tokens: Tokens, index: ChunkIndex, cover: Cover, tiles: Sequence[Tile]
 ) -> Iterator[Piece]:
+    if not tiles:
+        return
     size = index.chunk_size
     heads = [tile[0] for tile in tiles if tile[0].offset == 0]
     free = cover.is_free_at(np.array([head.start - 1 for head in heads], dtype=np.intp))
@@ -194,6 +200,8 @@ def _pieces_before(
 def _pieces_after(
     tokens: Tokens, index: ChunkIndex, cover: Cover, tiles: Sequence[Tile]
 ) -> Iterator[Piece]:
+    if not tiles:
+        return
     size = index.chunk_size
     tails = [tile[-1] for tile in tiles if tile[-1].offset + tile[-1].length == size]
     free = cover.is_free_at(np.array([tail.end for tail in tails], dtype=np.intp))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.tokens import hashing
+from kvloom.tokens import index as index_module
 from kvloom.tokens.analyzer import ChunkAnalyzer
 from kvloom.tokens.chunks import Chunk, ChunkType
 from kvloom.tokens.hashing import scope_id
@@ -255,6 +256,33 @@ def test_the_longer_run_wins_over_the_newer_one() -> None:
     library.store(join(text(2, 8), document[8:32]), created_ns=2)
     tiles = analyze(library, join([1], document))
     assert [tile.source_block_id for tile in tiles if tile.stretches] == long
+
+
+@given(st.lists(noisy, min_size=1, max_size=5), noisy, st.integers(1, 3))
+@settings(max_examples=200)
+def test_where_not_all_sources_are_looked_at_tiles_still_do_not_overlap(
+    stored: list[Tokens], prompt: Tokens, sources: int
+) -> None:
+    """A long prompt of few tokens: a run's own neighbour, found late, may stand where another
+    source was taken."""
+    library = Library(8)
+    for number, each in enumerate(stored):
+        library.store(each, created_ns=number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "_SOURCES", sources)
+        analyze(library, prompt)
+
+
+def test_a_neighbour_that_was_not_looked_at_stands_where_another_source_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Library(8)
+    here, there, end = text(1, 8), text(2, 8), text(3, 8)
+    library.store(join(here, end))
+    library.store(join(there, end))
+    monkeypatch.setattr(index_module, "_SOURCES", 1)
+    tiles = analyze(library, join(here, end))
+    assert [tile.start_idx for tile in tiles] == [0, 8]
 
 
 def test_another_scope_is_never_matched_nor_does_it_hide_ones_own() -> None:
