@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -80,6 +79,7 @@ class BlendConnector(KvloomConnector):
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
         self._unserved: set[str] = set()  # requests that wait for what nobody will load
+        self._unsaved: set[str] = set()  # whose blocks are held for what nobody will save
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
@@ -138,10 +138,9 @@ class BlendConnector(KvloomConnector):
             return
         ranks = Ranks(compat.tensor_parallel_group(self._vllm_config))
         try:
-            with ranks.together():
-                self._worker = self._make_worker(self._store, kv_caches, ranks)
+            self._worker = self._make_worker(self._store, kv_caches, ranks)
         except OtherRankError:
-            self._worker = None  # the other one reports why
+            self._obstacle = None  # the other one reports why
         except (UnknownLayoutError, compat.EngineMismatchError) as error:
             self._obstacle = Obstacle(str(error), everything=True)
         except Exception as error:
@@ -152,43 +151,47 @@ class BlendConnector(KvloomConnector):
         self, store: Store, kv_caches: dict[str, torch.Tensor], ranks: Ranks
     ) -> BlendWorker:
         config, names = self._vllm_config, self._group.layer_names
-        cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
-        if self.config.store_dtype == "int8" and cache.dtype not in DTYPES:
-            raise UnknownLayoutError(
-                f"store_dtype = 'int8' is not for KV in {cache.dtype}: leave the key out"
-            )
+        with ranks.together():
+            cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
+            if self.config.store_dtype == "int8" and cache.dtype not in DTYPES:
+                raise UnknownLayoutError(
+                    f"store_dtype = 'int8' is not for KV in {cache.dtype}: leave the key out"
+                )
         engine: RecomputeEngine | None = None
         corrector: PositionCorrector | None = None
         try:
-            compat.check_nested_forward(config)
-            model = compat.loaded_model(config)
-            spec = self._group.kv_cache_spec
-            able = RecomputeEngine(config, model, spec, layers, cache, ranks=ranks)
-            check = SelfCheck(config, able, cache, ranks) if self.config.self_check else None
+            with ranks.together():
+                compat.check_nested_forward(config)
+                model = compat.loaded_model(config)
+                spec = self._group.kv_cache_spec
+                able = RecomputeEngine(config, model, spec, layers, cache, ranks=ranks)
+                check = SelfCheck(config, able, cache, ranks) if self.config.self_check else None
             if check is not None:
                 check.recompute()
             engine = able
-            last = config.model_config.max_model_len - 1
-            rotations: Rotations = layer_rotations(model, names, cache.head_dim, last)
+            with ranks.together():
+                last = config.model_config.max_model_len - 1
+                rotations: Rotations = layer_rotations(model, names, cache.head_dim, last)
             if check is not None:
                 rotations = check.rotations(rotations)
             corrector = PositionCorrector(rotations)
         except compat.EngineMismatchError as error:
             self._obstacle = Obstacle(str(error), everything=False)
-        if not ranks.all(np.array([engine is not None]))[0]:
-            engine = None  # a forward of some ranks would wait for the others for ever
-        form = StoredForm(self.config, cache)
-        filler = Filler(
-            self.config,
-            self._policy,
-            store,
-            cache,
-            form,
-            corrector=corrector,
-            engine=engine,
-            ranks=ranks,
-        )
-        saver = Saver(self.config, store, cache, form, self._metrics)
+        except OtherRankError:
+            pass  # the other one reports why
+        with ranks.together():
+            form = StoredForm(self.config, cache)
+            filler = Filler(
+                self.config,
+                self._policy,
+                store,
+                cache,
+                form,
+                corrector=corrector,
+                engine=engine,
+                ranks=ranks,
+            )
+            saver = Saver(self.config, store, cache, form, self._metrics)
         return BlendWorker(self.config, store, cache, filler, saver)
 
     @guarded(lambda: None)
@@ -209,16 +212,20 @@ class BlendConnector(KvloomConnector):
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            for plan in self._metadata().saves:
-                self._worker.save(plan)
-            self._worker.end_step()
+        saves = self._metadata().saves
+        if self._worker is None:
+            self._unsaved.update(plan.request_id for plan in saves if plan.last)
+            return
+        for plan in saves:
+            self._worker.save(plan)
+        self._worker.end_step()
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         arrived, self._unserved = self._unserved, set()
         if self._worker is None:
-            return None, arrived or None
+            finished, self._unsaved = self._unsaved, set()
+            return finished or None, arrived or None
         arrived |= self._worker.take_arrived()
         return self._worker.take_finished_saves() or None, arrived or None
 
@@ -301,6 +308,8 @@ def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | N
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is not supported yet"
+    if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        return "ranks with a scheduler each (external_launcher) may decide differently"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported yet"
     return why_off(kv_cache_config)

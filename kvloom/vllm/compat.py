@@ -122,44 +122,58 @@ def metadata_builder(
     return backends.pop().get_builder_cls()(spec, list(layers), vllm_config, device)
 
 
-def run_model(
-    model: nn.Module,
-    vllm_config: VllmConfig,
+def attention_metadata(
     builder: Any,
     *,
-    input_ids: Tensor,
     positions: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     slots: Tensor,
-    layer_names: Sequence[str],
-) -> None:
-    """One forward of the engine's model over pseudo-requests; KV lands in ``slots``.
+) -> Any:
+    """What the attention of some pseudo-requests must know.
 
     Args:
-        input_ids: int32 [tokens]; positions: int64 [tokens]; slots: int64 [tokens].
-        query_starts: int32 [groups + 1], where each pseudo-request starts in ``input_ids``.
+        positions: int64 [tokens]; slots: int64 [tokens], where their KV goes.
+        query_starts: int32 [groups + 1], where each pseudo-request starts in ``positions``.
         seq_lens: int32 [groups], context length of each pseudo-request, its own tokens included.
         block_table: int32 [groups, blocks].
     """
-    lengths = query_starts.diff()
+    device = positions.device
     common = CommonAttentionMetadata(
-        query_start_loc=query_starts.to(input_ids.device),
+        query_start_loc=query_starts.to(device),
         query_start_loc_cpu=query_starts,
-        seq_lens=seq_lens.to(input_ids.device),
+        seq_lens=seq_lens.to(device),
         num_reqs=len(seq_lens),
-        num_actual_tokens=len(input_ids),
-        max_query_len=int(lengths.max()),
+        num_actual_tokens=len(positions),
+        max_query_len=int(query_starts.diff().max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=block_table.to(input_ids.device),
+        block_table_tensor=block_table.to(device),
         slot_mapping=slots,
         causal=True,
         positions=positions,
         seq_lens_cpu_upper_bound=seq_lens,
         is_prefilling=torch.ones(len(seq_lens), dtype=torch.bool),
     )
-    metadata = builder.build(0, common)
+    return builder.build(0, common)
+
+
+def run_model(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    metadata: Any,
+    *,
+    input_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    layer_names: Sequence[str],
+) -> None:
+    """One forward of the engine's model over pseudo-requests; KV lands in ``slots``.
+
+    Args:
+        metadata: of ``attention_metadata``.
+        input_ids: int32 [tokens]; positions: int64 [tokens]; slots: int64 [tokens].
+    """
     with (
         torch.inference_mode(),
         set_forward_context(
@@ -217,6 +231,9 @@ def check_nested_forward(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.lora_config is not None:
         raise EngineMismatchError("with LoRA enabled the forward needs each token's adapter")
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+        raise EngineMismatchError("engines that share experts run each forward together")
     if vllm_config.speculative_config is not None:
         raise EngineMismatchError("speculative decoding keeps a second cache that is not blended")
     if vllm_config.model_config.is_multimodal_model:

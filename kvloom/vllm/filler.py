@@ -103,7 +103,7 @@ class Filler:
         there = self._ranks.all(there)
         failed = [piece for piece, good in zip(plan.pieces, there, strict=True) if not good]
         loaded_s = budget.worked_s() - loading.rotate_s
-        with self._ranks.together():
+        with self._ranks.in_step():
             chosen = yield from self._compute(plan, failed, filled, budget)
         failed_tokens = sum(piece.length for piece in failed)
         filled.report = LoadReport(
@@ -169,11 +169,13 @@ class Filler:
             list(samples_and_rest(plan.runs, np.concatenate([*loaded, _NOTHING]), positions)),
             part=self._policy.correction,
         )
-        yield from correction.measure(budget)
+        with self._ranks.together():
+            yield from correction.measure(budget)
         # New tokens behind the last run see the corrected KV; those before its end can't.
         before, behind = np.split(positions, [np.searchsorted(positions, correction.end)])
         yield from self._run_model(self._engine, plan, before, budget)
-        yield from correction.apply(budget)
+        with self._ranks.together():
+            yield from correction.apply(budget)
         yield from self._run_model(self._engine, plan, behind, budget)
         return len(chosen)
 

@@ -164,6 +164,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(
             {**self.loads, **other.loads, **{i: self.loads[i].with_(other.loads[i]) for i in both}},
             list(dict.fromkeys([*self.lost, *other.lost])),
-            self.obstacle or other.obstacle,
+            max(
+                (report.obstacle for report in (self, other) if report.obstacle is not None),
+                key=lambda obstacle: obstacle.everything,
+                default=None,
+            ),
             self.timed or other.timed,
         )

@@ -5,6 +5,9 @@ the others: a forward of one rank waits for the same forward of the others. So w
 which tokens are computed is decided by all: a chunk that one rank could not load counts as lost for
 all, and what a policy saw of its heads is summed. In the memory of the processor, where every rank
 gets the same bits.
+
+Work that may fail on one rank alone is done in pieces that end with a vote (``together``), before
+the next forward: a rank that left early would vote while the others are in it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,14 @@ Flags = npt.NDArray[np.bool_]
 
 class OtherRankError(RuntimeError):
     """Another rank failed; its log says why."""
+
+
+class ApartError(BaseException):
+    """A forward failed on some ranks and not on others.
+
+    No ``Exception``, for nobody may go on: collectives that the failed ranks never joined would be
+    answered by those of the next step, and its tokens be wrong.
+    """
 
 
 class Ranks:
@@ -70,6 +81,22 @@ class Ranks:
             raise
         if not self.all(np.ones(1, np.bool_))[0]:
             raise OtherRankError("another rank failed")
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Work with forwards, all else in which is done ``together``.
+
+        Raises:
+            ApartError: it failed on some ranks only.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.all(np.array([False, True]))[1]:
+                raise ApartError(f"a forward failed on this rank alone: {error!r}") from error
+            raise
+        if not self.all(np.array([True, False]))[0]:
+            raise ApartError("a forward failed on another rank")
 
     def _reduced(self, values: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
         if self._group is None:

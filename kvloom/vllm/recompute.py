@@ -105,25 +105,34 @@ class RecomputeEngine:
         looked_at = range(last + 1) if policy.layer is None else range(last, last + 1)
         seen = np.union1d(candidates, positions) if policy.whole else positions
         where = torch.from_numpy(candidates)
-        slots = self._cache.slots(block_ids, where)
-        loaded = {layer: self._cache.gather_layer(layer, slots) for layer in looked_at}
-        context = self._cache.slots(block_ids, torch.arange(start + len(token_ids)))
-        scores = torch.zeros(len(candidates), device=self._cache.device)
+        with self._ranks.together():
+            slots = self._cache.slots(block_ids, where)
+            loaded = {layer: self._cache.gather_layer(layer, slots) for layer in looked_at}
+            context = self._cache.slots(block_ids, torch.arange(start + len(token_ids)))
+            scores = torch.zeros(len(candidates), device=self._cache.device)
+
+        def score(layer: int, queries: Tensor, tokens: npt.NDArray[np.int64]) -> None:
+            keys, values = self._cache.gather_layer(layer, context)
+            heads = queries.reshape(len(queries), -1, self._cache.head_dim)
+            view = LayerView(
+                keys=keys,
+                values=values,
+                candidates=where.to(keys.device),
+                loaded=loaded[layer],
+                queries=heads[: len(tokens)][-LAST_TOKENS:],
+                query_positions=torch.from_numpy(tokens[-LAST_TOKENS:]).to(keys.device),
+            )
+            scores.add_(policy.score(view))
+
+        failures: list[Exception] = []
 
         def look(name: str, queries: Tensor, tokens: npt.NDArray[np.int64]) -> bool:
             layer = self._layer_names.index(name)
-            if layer in loaded and tokens[-1] == seen[-1]:
-                keys, values = self._cache.gather_layer(layer, context)
-                heads = queries.reshape(len(queries), -1, self._cache.head_dim)
-                view = LayerView(
-                    keys=keys,
-                    values=values,
-                    candidates=where.to(keys.device),
-                    loaded=loaded[layer],
-                    queries=heads[: len(tokens)][-LAST_TOKENS:],
-                    query_positions=torch.from_numpy(tokens[-LAST_TOKENS:]).to(keys.device),
-                )
-                scores.add_(policy.score(view))
+            if layer in loaded and tokens[-1] == seen[-1] and not failures:
+                try:
+                    score(layer, queries, tokens)
+                except Exception as error:  # noqa: BLE001  (raised when the forward is over)
+                    failures.append(error)
             return layer < last or policy.layer is None
 
         # Attention aside, a pass through a part of the layers costs that part.
@@ -136,7 +145,11 @@ class RecomputeEngine:
                 self._compute_batch(block_ids, token_ids[tokens - start], tokens)
             if budget.spent:
                 yield
-        return policy.choose(self._ranks.sum(scores), where.to(scores.device), count)
+        with self._ranks.together():
+            if failures:
+                raise failures[0]
+        # On the processor: where two score the same, all ranks must take the same one.
+        return policy.choose(self._ranks.sum(scores.cpu()), where, count)
 
     def _compute_batch(
         self,
@@ -148,19 +161,27 @@ class RecomputeEngine:
         gaps = np.flatnonzero(np.diff(positions) != 1) + 1
         starts = np.concatenate(([0], gaps, [len(positions)]))
         last_positions = positions[starts[1:] - 1]
-        device = self._cache.device
-        where = torch.from_numpy(positions)
         blocks_used = int(last_positions[-1]) // self._cache.block_size + 1
-        table = torch.tensor(list(block_ids[:blocks_used]), dtype=torch.int32)
+        device = self._cache.device
+        with self._ranks.together():
+            where = torch.from_numpy(positions)
+            moved, slots = (where + shift).to(device), self._cache.slots(block_ids, where)
+            table = torch.tensor(list(block_ids[:blocks_used]), dtype=torch.int32)
+            metadata = compat.attention_metadata(
+                self._builder,
+                positions=moved,
+                query_starts=torch.from_numpy(starts.astype(np.int32)),
+                seq_lens=torch.from_numpy((last_positions + 1).astype(np.int32)),
+                block_table=table.expand(len(starts) - 1, -1).contiguous(),
+                slots=slots,
+            )
+            input_ids = torch.from_numpy(token_ids).to(device)
         compat.run_model(
             self._model,
             self._vllm_config,
-            self._builder,
-            input_ids=torch.from_numpy(token_ids).to(device),
-            positions=(where + shift).to(device),
-            query_starts=torch.from_numpy(starts.astype(np.int32)),
-            seq_lens=torch.from_numpy((last_positions + 1).astype(np.int32)),
-            block_table=table.expand(len(starts) - 1, -1).contiguous(),
-            slots=self._cache.slots(block_ids, where),
+            metadata,
+            input_ids=input_ids,
+            positions=moved,
+            slots=slots,
             layer_names=self._layer_names,
         )
