@@ -53,6 +53,9 @@ class _ExtraConfig(BaseModel):
             raise ConfigError(_explain(error, cls)) from None
 
 
+_MOST_THREADS = 4
+
+
 class StoreConfig(_ExtraConfig):
     """What a store of files can be told, with what it does when told nothing."""
 
@@ -88,7 +91,13 @@ class StoreConfig(_ExtraConfig):
         description="`zstd`: blocks are compressed in their files, and loaded bit for bit (`pip "
         "install 'kvloom[zstd]'`); what was written with another setting is read as well.",
     )
-    io_threads: int = Field(4, ge=1, le=64, description="Threads that move blocks.")
+    io_threads: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Threads that read blocks, and as many that write them; default: one a core, "
+        "at most 4.",
+    )
     save_queue_bytes: Size = Field(
         1024**3,
         description="Memory for blocks that wait to be written; when full, saves are dropped.",
@@ -99,6 +108,12 @@ class StoreConfig(_ExtraConfig):
     index_poll_s: float = Field(
         1.0, gt=0, description="How often other engines' writes to the store are looked for."
     )
+
+    @property
+    def threads(self) -> int:
+        """``io_threads``. In the page cache I/O is work of the processor, and threads beyond its
+        cores only take the interpreter's lock from each other."""
+        return self.io_threads or min(os.cpu_count() or _MOST_THREADS, _MOST_THREADS)
 
 
 class KvloomConfig(StoreConfig):

@@ -165,7 +165,9 @@ def store(
     blocks: Annotated[int, typer.Option(min=1)] = 64,
     parts: Annotated[int, typer.Option(min=1, help="Layers of a block.")] = 30,
     part_bytes: Annotated[int, typer.Option(min=1)] = 98304,
-    threads: Annotated[int, typer.Option(min=1)] = 4,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: that of `io_threads`.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 7,
     chunks: Annotated[
         int, typer.Option(min=1, help="Chunks to look up and to index, 4 KiB each.")
@@ -174,6 +176,7 @@ def store(
 ) -> None:
     """Dumps, loads and lookups of the store against plain writes, reads and copies."""
     from kvloom.bench import store as bench
+    from kvloom.config import StoreConfig
 
     _run(
         lambda show: bench.run(
@@ -181,7 +184,7 @@ def store(
             blocks=blocks,
             parts=parts,
             part_bytes=part_bytes,
-            threads=threads,
+            threads=threads or StoreConfig.from_extra({}).threads,
             repeats=repeats,
             chunks=chunks,
             progress=show,

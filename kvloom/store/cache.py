@@ -63,7 +63,7 @@ class Cache(Store):
 
     @classmethod
     def from_config(cls, namespace: str, config: KvloomConfig) -> Cache:
-        return cls(namespace, config.cache_bytes, config.io_threads, config.eviction, config.ttl_s)
+        return cls(namespace, config.cache_bytes, config.threads, config.eviction, config.ttl_s)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:

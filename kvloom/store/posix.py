@@ -131,7 +131,7 @@ class Posix(Store):
             namespace,
             [Path(backend).expanduser() for backend in config.storage_backends],
             config.durability,
-            config.io_threads,
+            config.threads,
             scan_every_s=config.index_poll_s,
             limit_bytes=config.disk_bytes,
             eviction=config.eviction,
