@@ -310,9 +310,7 @@ def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | N
         return "pipeline parallelism is not supported yet"
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         return "ranks with a scheduler each (external_launcher) may decide differently"
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is not supported yet"
-    return why_off(kv_cache_config)
+    return why_off(vllm_config, kv_cache_config)
 
 
 def _check_model(config: KvloomConfig, vllm_config: VllmConfig, head_dim: int) -> None:

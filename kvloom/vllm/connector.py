@@ -157,12 +157,17 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return KvloomPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def why_off(kv_cache_config: KVCacheConfig, *, latent: bool = False) -> str | None:
-    """What of the engine's KV cache rules kvloom out; both sides come to the same answer.
+def why_off(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, latent: bool = False
+) -> str | None:
+    """What of the engine and its KV cache rules kvloom out; both sides come to the same answer.
 
     Args:
         latent: MLA's cache can be served.
     """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported yet"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"models with {len(groups)} KV cache groups are not supported yet"

@@ -250,14 +250,11 @@ class HF3FSKVConnector(KvloomConnector):
 
 
 def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is not supported yet"
     # vLLM's CPU backend for MLA switches chunked prefill off, and computes wrong tokens behind a
     # prefix that is in the cache, also where that is bit for bit what it computed itself.
     if _is_latent(kv_cache_config) and not vllm_config.scheduler_config.enable_chunked_prefill:
         return "with MLA this engine can't go on from a prefix (its chunked prefill is off)"
-    return why_off(kv_cache_config, latent=True)
+    return why_off(vllm_config, kv_cache_config, latent=True)
 
 
 def _is_latent(kv_cache_config: KVCacheConfig) -> bool:

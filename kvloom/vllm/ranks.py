@@ -46,10 +46,6 @@ class Ranks:
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         self._group = group
 
-    @property
-    def alone(self) -> bool:
-        return self._group is None
-
     def all(self, flags: Flags) -> Flags:
         """What is true on all ranks, bool [n]."""
         if self._group is None:

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvloom.blend.selection import make_policy
 from kvloom.config import KvloomConfig
+from kvloom.tokens.hashing import prefix_keys, scope_id
 
-from .engines import transfer_config
+from .engines import idle, transfer_config
 from .ranks_engine import SIZES
 from .soak import VOCABULARY, make_tiny_model
 
@@ -91,11 +92,8 @@ class Asked:
         }
 
     def cold(self, prompt: list[int]) -> dict[str, Any]:
-        self.ours._loads = self.ours._saves = False
-        try:
+        with idle(self.ours):
             return self.ask(prompt)
-        finally:
-            self.ours._loads = self.ours._saves = True
 
     def choose(self, share: float) -> None:
         """Recompute this share of what is reused; the workers are told how many tokens that is."""
@@ -117,7 +115,7 @@ class Asked:
         return stored
 
     def lose(self, chunk: bytes) -> None:
-        """Delete a block of one rank: of the last, the first one has the scheduler's namespace."""
+        """Delete a block of one rank: of two, that which the scheduler does not see."""
         paths = sorted(
             self.store.rglob(f"{chunk.hex()}.kv"), key=lambda path: self.namespace in path.parts
         )
@@ -141,7 +139,7 @@ def main() -> None:
 
     for opening, document in zip(openings, documents, strict=True):
         asked.ask(opening + document)
-    found: dict[str, Any] = {"stored": asked.wait_stored(3 * 6), "ranks": ranks}
+    found: dict[str, Any] = {"stored": asked.wait_stored(3 * 6)}
     exact = openings[1] + documents[1] + text(5)
     found["exact"] = [asked.cold(exact), asked.ask(exact)]
     some, everything, without, after = (question() for _ in range(4))
@@ -149,8 +147,6 @@ def main() -> None:
     asked.choose(1.0)
     found["all"] = [asked.cold(everything), asked.ask(everything)]
     asked.choose(0.25)
-    from kvloom.tokens.hashing import prefix_keys, scope_id
-
     scope = scope_id(cache_salt=None, lora_name=None)
     keys = prefix_keys(np.array(openings[0] + documents[0], np.int32), CHUNK, scope)
     asked.lose(keys[3])

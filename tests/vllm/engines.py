@@ -42,6 +42,17 @@ def transfer_config_hf3fs(pages: Path, url: str, **extra: Any) -> dict[str, Any]
     }
 
 
+@contextmanager
+def idle(scheduler: Any) -> Iterator[None]:
+    """A connector's scheduler side that neither loads nor saves: its engine is plain vLLM."""
+    loads, saves = scheduler._loads, scheduler._saves
+    scheduler._loads = scheduler._saves = False
+    try:
+        yield
+    finally:
+        scheduler._loads, scheduler._saves = loads, saves
+
+
 @dataclass
 class Answer:
     """What came back of one request.
@@ -213,13 +224,10 @@ class Engine:
     def without_store(self) -> Iterator[None]:
         """Requests in this block neither load nor save: plain vLLM, from an empty prefix cache."""
         self.forget()
-        scheduler = self.scheduler
-        loads, saves = scheduler._loads, scheduler._saves
-        scheduler._loads = scheduler._saves = False
         try:
-            yield
+            with idle(self.scheduler):
+                yield
         finally:
-            scheduler._loads, scheduler._saves = loads, saves
             assert self.llm.reset_prefix_cache()
 
     def cold(self, tokens: Sequence[int], max_tokens: int = 1) -> Answer:

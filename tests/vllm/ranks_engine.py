@@ -16,7 +16,7 @@ from typing import Any
 from kvloom.hf3fs.metadata.base import NamespaceStats
 from kvloom.hf3fs.metadata.client import MetadataClient
 
-from .engines import transfer_config_hf3fs
+from .engines import idle, transfer_config_hf3fs
 from .soak import VOCABULARY, make_tiny_model
 
 BLOCKS = 6
@@ -112,11 +112,8 @@ class RanksEngine:
         return answer
 
     def cold(self, prompt: list[int]) -> dict[str, Any]:
-        self.ours._loads = self.ours._saves = False
-        try:
+        with idle(self.ours):
             return self.ask(prompt)
-        finally:
-            self.ours._loads = self.ours._saves = True
 
     def wait_complete(self, count: int) -> int:
         """How many keys all ranks have confirmed, once they are ``count`` or it takes too long."""
