@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,17 +13,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
-from kvloom.hf3fs.metadata import shortcut
 from kvloom.hf3fs.metadata.app import Service, Settings
 from kvloom.hf3fs.metadata.base import Limits
 from kvloom.hf3fs.metadata.embedded import Embedded
 from kvloom.hf3fs.metadata.endpoints import ENDPOINTS, MAX_KEYS
 from kvloom.hf3fs.metadata.server import UnsafeAddressError, is_loopback, make_server
+from kvloom.hf3fs.metadata.shortcut import read_head
 from tests.hf3fs.service import ServiceProcess, running
 
 TOKEN = "s3cret-" + "x" * 32
@@ -308,7 +310,6 @@ def test_the_short_way_answers_as_the_app_does(service: ServiceProcess) -> None:
         f"{NS}/locations",
         f"{NS}/touch",
     ):
-        assert shortcut._find(path.encode()) is not None
         for body in bodies:
             content = json.dumps(body).encode()
             short = httpx.post(service.url + path, content=content, headers=headers)
@@ -319,28 +320,69 @@ def test_the_short_way_answers_as_the_app_does(service: ServiceProcess) -> None:
             assert short.headers["content-type"] == long.headers["content-type"]
 
 
-def test_requests_sent_together_are_answered_in_order(service: ServiceProcess) -> None:
+def raw(path: str, body: dict[str, Any], *more: str) -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN}", *more]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
+    return "\r\n".join(lines).encode() + content
+
+
+def test_which_requests_go_the_short_way(tmp_path: Path) -> None:
+    service = Service(Embedded(tmp_path / "s.db", Limits()), Settings(token=TOKEN))
+
+    def goes(request: bytes) -> bool:
+        return read_head(service, request[: request.index(b"\r\n\r\n") + 4]) is not None
+
+    for endpoint in ENDPOINTS:
+        path = endpoint.path.replace("{namespace}", "ns").replace("{rank}", "0")
+        assert goes(raw(path, {})) == bool(endpoint.kind), endpoint.name
+    good = raw(f"{NS}/exists", {"keys": ["k"]})
+    assert goes(good)
+    for wrong, instead in [
+        (b"POST", b"GET"),
+        (b"1.1", b"1.0"),
+        (b"ns/exists", b"ns/exists?a=1"),
+        (b"ns/exists", b"a%2fb/exists"),
+        (TOKEN.encode(), b"other"),
+        (b"application/json", b"text/plain"),
+        (b"Content-Length", b"X-Length"),
+        (b"Content-Length: ", b"Content-Length: 9999999"),
+        (b"Host", b"Transfer-Encoding: chunked\r\nHost"),
+        (b"Host", b"Expect: 100-continue\r\nHost"),
+        (b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost"),
+        (b"Host: x", b"Host : x"),
+    ]:
+        assert wrong in good
+        assert not goes(good.replace(wrong, instead)), instead
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_are_answered_in_order_however_they_are_cut(
+    service: ServiceProcess, seed: int
+) -> None:
     """Look-ups go a short way; they must not overtake what waits for the journal."""
-
-    def request(path: str, body: dict[str, Any]) -> bytes:
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        return head.encode() + content
-
-    exists = request(f"{NS}/exists", {"keys": ["p"]})
-    allocate = request(f"{NS}/allocate", {"rank": 0, "writer": "w", "keys": ["p"]})
+    random = Random(seed)
+    exists = raw(f"{NS}/exists", {"keys": ["p"]})
+    allocate = raw(f"{NS}/allocate", {"rank": 0, "writer": "w", "keys": ["p"]})
+    stats = raw(f"{NS}/stats", {}).replace(b"POST", b"GET")
+    marks = {exists: b"exists", allocate: b"results", stats: b"world_size"}
+    sent = [exists, allocate, exists, *random.choices(list(marks), k=57)]
+    stream = b"".join(sent)
+    cuts = sorted(random.sample(range(1, len(stream)), [0, 3, 30, 300, 300, 300][seed]))
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as peer:
-        peer.sendall((exists + allocate + exists) * 20)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for first, last in itertools.pairwise([0, *cuts, len(stream)]):
+            peer.sendall(stream[first:last])
+            time.sleep(0.001)  # else the kernel joins the parts again
         data = b""
         while part := peer.recv(65536):
             data += part
-            if data.count(b"exists") + data.count(b"results") == 60:
+            if data.count(b"HTTP/1.1 200") == len(sent) and data.endswith(b"}"):
                 break
-    kinds = [
-        b"results" if b"results" in each else b"exists" for each in data.split(b"HTTP/1.1 ")[1:]
-    ]
-    assert kinds == [b"exists", b"results", b"exists"] * 20
+    answers = data.split(b"HTTP/1.1 ")[1:]
+    assert [marks[request] in answer for request, answer in zip(sent, answers, strict=True)] == (
+        [True] * len(sent)
+    )
 
 
 # What it tells
