@@ -252,6 +252,11 @@ class MetadataStore(ABC):
     ) -> list[Location | None]:
         """Pages of complete keys, under a read lease from now; None for the others."""
 
+    async def pages(self, namespace: str, rank: int, keys: Sequence[str]) -> list[int | None]:
+        """``locations`` without generations, which API v1 does not know."""
+        found = await self.locations(namespace, rank, keys)
+        return [None if where is None else where.page for where in found]
+
     @abstractmethod
     async def touch(self, namespace: str, keys: Sequence[str]) -> int:
         """Renew the read leases of complete keys; how many there were."""

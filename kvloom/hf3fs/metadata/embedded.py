@@ -172,6 +172,9 @@ class Embedded(MetadataStore):
     ) -> list[Location | None]:
         return self._namespace(namespace).locations(rank, keys)
 
+    async def pages(self, namespace: str, rank: int, keys: Sequence[str]) -> list[int | None]:
+        return self._namespace(namespace).pages(rank, keys)
+
     async def touch(self, namespace: str, keys: Sequence[str]) -> int:
         return self._namespace(namespace).touch(keys)
 

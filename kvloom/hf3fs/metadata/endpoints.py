@@ -241,8 +241,7 @@ async def _exists_v1(call: Call, body: ExistsV1) -> Existing:
 
 async def _locations_v1(call: Call, body: LocationsV1) -> LocationsAnswerV1:
     """Pages of complete keys of a rank; null for the others."""
-    found = await call.store.locations(DEFAULT_NAMESPACE, body.rank, body.keys)
-    return LocationsAnswerV1([None if where is None else where.page for where in found])
+    return LocationsAnswerV1(await call.store.pages(DEFAULT_NAMESPACE, body.rank, body.keys))
 
 
 async def _clear_v1(call: Call, _: NoBody) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from kvloom.hf3fs.metadata.tables import (
 )
 
 Operation = tuple[Any, ...]
+T = TypeVar("T")
 
 # One evicts a little more than is needed, so that the next batch need not evict again.
 _EVICT_EXTRA = 1 / 256
@@ -109,16 +110,22 @@ class Namespace:
         return len(self._use(names, lease=True)[0])
 
     def locations(self, rank: int, names: Sequence[str]) -> list[Location | None]:
-        file = self.file(rank)
+        pages, complete = self._locate(rank, names)
+        generations = self.file(rank).generations[pages]
+        return _spread(map(Location, pages.tolist(), generations.tolist()), complete)
+
+    def pages(self, rank: int, names: Sequence[str]) -> list[int | None]:
+        pages, complete = self._locate(rank, names)
+        return _spread(iter(pages.tolist()), complete)
+
+    def _locate(self, rank: int, names: Sequence[str]) -> tuple[Numbers, Flags]:
+        """The rank's pages of those that are complete, and which these are."""
+        self.file(rank)
         rows, complete = self._use(names, lease=True)
         self._keys.read[rows] = True
         self._hits += len(rows)
         self._misses += len(names) - len(rows)
-        pages = self._keys.pages[rank][rows]
-        found = map(Location, pages.tolist(), file.generations[pages].tolist())
-        if len(rows) == len(names):
-            return list(found)
-        return [next(found) if there else None for there in complete.tolist()]
+        return self._keys.pages[rank][rows], complete
 
     def _use(self, names: Sequence[str], lease: bool) -> tuple[Numbers, Flags]:
         """The rows of those that are complete, and which these are."""
@@ -542,3 +549,10 @@ def _stats_of(file: PageFile) -> RankStats:
 def _numbers(listed: Sequence[int]) -> Numbers:
     # Twice as fast as np.array, which looks for the type first.
     return np.fromiter(listed, np.int64, len(listed))
+
+
+def _spread(found: Iterator[T], there: Flags) -> list[T | None]:
+    """What was found, in the places of those that are there; None in the others."""
+    if there.all():
+        return list(found)
+    return [next(found) if each else None for each in there.tolist()]
