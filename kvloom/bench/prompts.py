@@ -11,6 +11,7 @@ from kvloom.demo.documents import corpus_tokens
 
 _DOCUMENT_TOKENS = 500
 _DOCUMENTS_A_PROMPT = 3
+_QUESTION_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class RagCase:
     """Documents read in earlier prompts, and a prompt that holds all of them in another order.
 
     Attributes:
-        earlier: prompts of a few documents each, every one behind its own opening.
+        earlier: prompts of a few documents each, with openings and questions of their own.
         prompt: an opening, the documents in another order, a question; ``tokens`` long.
     """
 
@@ -42,13 +43,15 @@ class PromptMaker:
         return self._corpus[self._at - count : self._at]
 
     def rag(self, tokens: int) -> RagCase:
-        opening, question = self.take(60), self.take(40)
+        opening, question = self.take(60), self.take(_QUESTION_TOKENS)
         room = tokens - len(opening) - len(question)
         documents = [
             self.take(min(_DOCUMENT_TOKENS, room - at)) for at in range(0, room, _DOCUMENT_TOKENS)
         ]
         earlier = [
-            self.take(70) + [t for d in documents[i : i + _DOCUMENTS_A_PROMPT] for t in d]
+            self.take(70)
+            + [t for d in documents[i : i + _DOCUMENTS_A_PROMPT] for t in d]
+            + self.take(_QUESTION_TOKENS)
             for i in range(0, len(documents), _DOCUMENTS_A_PROMPT)
         ]
         order = self._random.permutation(len(documents))
