@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from types import ModuleType
 
@@ -17,11 +18,24 @@ _OLDER_BLEND_MODULE = "ucm.integration.vllm.blend_connector"
 
 def register() -> None:
     """Make the connectors known by name and keep hold of the model that is about to be loaded."""
+    _log_as_vllm_does()
     compat.keep_loaded_models()
     if "BlendConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("BlendConnector", _BLEND_MODULE, "BlendConnector")
     # vLLM has a connector of this name built in; only ``kv_connector_module_path`` names ours.
     _alias(_OLDER_BLEND_MODULE, _BLEND_MODULE)
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets logging up for its own loggers alone: kvloom's INFO lines would go nowhere.
+
+    Where an application has set up logging for all, kvloom's lines go its way already.
+    """
+    ours, theirs = logging.getLogger("kvloom"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        ours.handlers = theirs.handlers.copy()
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
 
 
 class _Alias(ModuleType):

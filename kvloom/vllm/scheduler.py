@@ -260,7 +260,7 @@ class BlendScheduler:
             state = self._states.get(request_id) or self._unreported.pop(request_id, None)
             if state is not None:
                 state.report = load
-                logger.info("kvloom: %s: %s", request_id, _sentence(self._figures(state)))
+                _tell(request_id, self._figures(state))
         for request_id in self._states.keys() & arrived:
             state = self._states[request_id]
             state.between_steps = False
@@ -289,12 +289,14 @@ class BlendScheduler:
             # Its blocks stay until the worker has let go of them and says so.
             self._cancelled.append(request.request_id)
             return False, None
-        if state.loading and state.report is None:
+        asked = bool((request.kv_transfer_params or {}).get("kvloom_report"))
+        figures = self._figures(state, detail=asked)
+        if not state.loading:
+            _tell(request.request_id, figures)
+        elif state.report is None:
             self._unreported[request.request_id] = state
             if len(self._unreported) > _MOST_UNREPORTED:
                 self._unreported.popitem(last=False)
-        asked = bool((request.kv_transfer_params or {}).get("kvloom_report"))
-        figures = self._figures(state, detail=asked)
         local = figures.get("local", 0)
         self._metrics.prompt(
             local=local,
@@ -535,7 +537,8 @@ def _tokens(request: Any, start: int, end: int) -> npt.NDArray[np.int32]:
     return np.asarray(request.all_token_ids[start:end], dtype=np.int32)
 
 
-def _sentence(figures: dict[str, Any]) -> str:
+def _tell(request_id: str, figures: dict[str, Any]) -> None:
+    """A request's one line in the log (spec row B24)."""
     text = (
         f"{figures['prompt_tokens']} prompt tokens: {figures['exact']} exact, "
         f"{figures['reused']} reused, {figures['recomputed']} recomputed, {figures['new']} new"
@@ -548,4 +551,4 @@ def _sentence(figures: dict[str, Any]) -> str:
         )
         if figures["failed"]:
             text += f"; {figures['failed']} tokens could not be loaded and were computed"
-    return text
+    logger.info("kvloom: %s: %s", request_id, text)
