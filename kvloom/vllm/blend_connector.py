@@ -192,7 +192,8 @@ class BlendConnector(KvloomConnector):
                 ranks=ranks,
             )
             saver = Saver(self.config, store, cache, form, self._metrics)
-        return BlendWorker(self.config, store, cache, filler, saver)
+        overlap = int(bool(config.scheduler_config.async_scheduling))
+        return BlendWorker(self.config, store, cache, filler, saver, overlap=overlap)
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

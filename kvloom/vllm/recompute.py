@@ -53,8 +53,10 @@ class RecomputeEngine:
         self._layer_names = list(layers)
         self._cache = cache
         self._builder = compat.metadata_builder(vllm_config, spec, layers, cache.device)
-        # A compiled model accepts no larger batch than the engine's own.
+        # A compiled model accepts no larger batch than the engine's own, and attention backends
+        # that keep buffers for it (FlashInfer, FlashAttention 3) no more requests.
         self._max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._max_groups = int(vllm_config.scheduler_config.max_num_seqs)
 
     def compute(
         self,
@@ -73,9 +75,16 @@ class RecomputeEngine:
             shift: is added to what the model is told of positions, not to where KV lies: a chunk
                 without what stands before it.
         """
-        for first in range(0, len(positions), self._max_tokens):
-            part = slice(first, first + self._max_tokens)
-            self._compute_batch(block_ids, token_ids[part], positions[part], shift)
+        while positions.size:
+            count = self._fitting(positions)
+            self._compute_batch(block_ids, token_ids[:count], positions[:count], shift)
+            token_ids, positions = token_ids[count:], positions[count:]
+
+    def _fitting(self, positions: npt.NDArray[np.int64]) -> int:
+        """How many of the first positions fit into one batch."""
+        starts = _group_starts(positions)
+        end = int(starts[self._max_groups]) if len(starts) > self._max_groups else len(positions)
+        return min(end, self._max_tokens)
 
     def choose(
         self,
@@ -139,7 +148,7 @@ class RecomputeEngine:
         price = (last + 1) / len(self._layer_names)
         rest = seen
         while rest.size:
-            taken = budget.take(min(len(rest), self._max_tokens), price)
+            taken = budget.take(self._fitting(rest), price)
             tokens, rest = np.split(rest, [taken])
             with compat.looking(self._layers, functools.partial(look, tokens=tokens)):
                 self._compute_batch(block_ids, token_ids[tokens - start], tokens)
@@ -158,8 +167,7 @@ class RecomputeEngine:
         positions: npt.NDArray[np.int64],
         shift: int = 0,
     ) -> None:
-        gaps = np.flatnonzero(np.diff(positions) != 1) + 1
-        starts = np.concatenate(([0], gaps, [len(positions)]))
+        starts = np.append(_group_starts(positions), len(positions))
         last_positions = positions[starts[1:] - 1]
         blocks_used = int(last_positions[-1]) // self._cache.block_size + 1
         device = self._cache.device
@@ -185,3 +193,8 @@ class RecomputeEngine:
             slots=slots,
             layer_names=self._layer_names,
         )
+
+
+def _group_starts(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Indices at which groups of neighbouring positions begin."""
+    return np.concatenate(([0], np.flatnonzero(np.diff(positions) != 1) + 1))

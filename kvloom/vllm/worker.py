@@ -38,6 +38,10 @@ class BlendWorker:
     """Executes load and save plans in the engine's worker thread.
 
     What the filler can't put in place is reported to vLLM, which computes those blocks itself.
+
+    Args:
+        overlap: steps that the engine plans before it knows what became of one (asynchronous
+            scheduling): they still count on blocks whose load failed.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class BlendWorker:
         cache: PagedCache,
         filler: Filler,
         saver: Saver,
+        *,
+        overlap: int = 0,
     ) -> None:
         self._config = config
         self._store = store
@@ -55,7 +61,8 @@ class BlendWorker:
         self._saver = saver
         self._between_steps: deque[_Load] = deque()
         self._arrived: set[str] = set()
-        self._failed_blocks: set[int] = set()
+        self._failed_blocks: set[int] = set()  # of this step ...
+        self._failed_before: deque[set[int]] = deque(maxlen=overlap)  # ... and of those before
         self._finished_saves: set[str] = set()
         self._report = WorkerReport()
         self._loaded_keys: list[bytes] = []
@@ -65,7 +72,7 @@ class BlendWorker:
 
         A plan that is to be filled between steps is only begun by ``advance``.
         """
-        if self._failed_blocks.intersection(plan.block_ids):
+        if self._not_in_place(plan.block_ids):
             self._fail_from(plan, plan.start)  # it stands on what another plan could not fill
             if plan.between_steps:
                 self._arrived.add(plan.request_id)
@@ -101,7 +108,7 @@ class BlendWorker:
         """Copy a plan's chunks out and hand them to the store; never raises."""
         keys = [chunk.key for chunk in plan.chunks]
         try:
-            if self._failed_blocks.intersection(plan.block_ids):
+            if self._not_in_place(plan.block_ids):
                 self._report.lost += keys  # vLLM computes these blocks again, in a later step
             else:
                 self._saver.save(plan)
@@ -123,7 +130,13 @@ class BlendWorker:
 
     def take_failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
+        self._failed_before.append(failed)
         return failed
+
+    def _not_in_place(self, block_ids: Collection[int]) -> bool:
+        """What stands on these blocks is worth nothing, and would be an exact hit for ever."""
+        failed = self._failed_blocks.union(*self._failed_before)
+        return not failed.isdisjoint(block_ids)
 
     def take_finished_saves(self) -> set[str]:
         finished, self._finished_saves = self._finished_saves, set()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+
+from kvloom.vllm import compat
 
 from .engines import Engine, all_tokens_chosen, largest_difference, prose
 
@@ -38,11 +42,24 @@ def test_slices_of_a_long_plan_see_the_slices_before(engine: Engine) -> None:
     assert largest_difference(chosen.kv, cold.kv) <= 1e-4
 
 
-def test_scattered_tokens_are_put_back_as_full_prefill_had_them(engine: Engine) -> None:
-    """Any subset, any gaps: over an exact cache the chosen tokens come out as they were."""
+@pytest.mark.parametrize("most", [256, 3])
+def test_scattered_tokens_are_put_back_as_full_prefill_had_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Any subset, any gaps: over an exact cache the chosen tokens come out as they were. No forward
+    has more groups than the engine has requests: attention backends keep buffers for those."""
     prompt = np.asarray(prose(engine, 7, 500), dtype=np.int32)
     cold = engine.cold(prompt.tolist())
     cache, recompute = engine.worker._cache, engine.worker._filler._engine
+    monkeypatch.setattr(recompute, "_max_groups", most)
+    seen: list[int] = []
+    build = compat.attention_metadata
+
+    def counted(*args: Any, **named: Any) -> Any:
+        seen.append(len(named["seq_lens"]))
+        return build(*args, **named)
+
+    monkeypatch.setattr(compat, "attention_metadata", counted)
     blocks = list(range(3, 3 + -(-len(prompt) // cache.block_size)))
     slots = cache.slots(blocks, torch.arange(len(prompt)))
     random = np.random.default_rng(0)
@@ -57,3 +74,5 @@ def test_scattered_tokens_are_put_back_as_full_prefill_had_them(engine: Engine) 
         untouched = np.setdiff1d(np.arange(len(prompt)), chosen)
         assert largest_difference(after, cold.kv) <= 1e-4
         assert torch.equal(after[:, :, untouched], cold.kv[:, :, untouched])
+    assert max(seen) <= most
+    assert len(seen) > 3 * (most == 3)
