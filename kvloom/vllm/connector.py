@@ -61,6 +61,8 @@ class SchedulerSide(Protocol):
 
     def drop(self, request_id: str) -> None: ...
 
+    def reset(self) -> None: ...
+
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     """The base of the connectors.
@@ -136,6 +138,13 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.drop(request.request_id)  # or its state would stay for ever
             raise
 
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool:
+        """The weights are others now, or a cold cache is wanted: what is stored is not used."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
     # Metrics, of both sides
 
     @guarded(lambda: None)
@@ -172,6 +181,9 @@ def why_off(
     if len(groups) != 1:
         return f"models with {len(groups)} KV cache groups are not supported yet"
     spec: Any = groups[0].kv_cache_spec
+    if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
+        kind = vllm_config.cache_config.cache_dtype
+        return f"a quantized KV cache (kv_cache_dtype = {kind!r}) is not supported yet"
     kinds = (FullAttentionSpec, MLAAttentionSpec) if latent else (FullAttentionSpec,)
     if type(spec) not in kinds or spec.sliding_window or spec.attention_chunk_size:
         return f"only full attention is supported yet, not {type(spec).__name__}"

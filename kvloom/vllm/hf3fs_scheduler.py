@@ -22,6 +22,7 @@ from kvloom.config import Hf3fsConfig
 from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
 from kvloom.vllm import compat
 from kvloom.vllm.hf3fs_plans import BlockPlan, Hf3fsReport, Hf3fsStep
+from kvloom.vllm.identity import Scopes, nobodys_scope
 from kvloom.vllm.metrics import Metrics
 
 logger = init_logger(__name__)
@@ -44,6 +45,7 @@ class BlockState:
     """What must be remembered of a live request.
 
     Attributes:
+        suffix: of its keys, see ``Scopes``.
         match: of the last look-up; pending: a load to be sent with this step.
         loading: tokens of a load that is under way: their blocks are not in place.
         gave_up: a load of it failed: the rest is computed, or it would be tried for ever.
@@ -53,6 +55,7 @@ class BlockState:
     """
 
     request: Any
+    suffix: str
     match: BlockMatch | None = None
     pending: BlockMatch | None = None
     loading: int = 0
@@ -84,6 +87,7 @@ class Hf3fsScheduler:
         self._metrics = metrics
         self._block_size = block_size
         self._loads, self._saves = loads, saves
+        self._scopes = Scopes()
         self._states: dict[str, BlockState] = {}
         self._stored: OrderedDict[str, None] = OrderedDict()
         self._last_saves: list[BlockPlan] = []
@@ -104,7 +108,18 @@ class Hf3fsScheduler:
             and request.prompt_embeds is None
             and not request.resumable
         ):
-            self._states[request.request_id] = BlockState(request)
+            suffix = self._scopes.suffix(request)
+            self._states[request.request_id] = BlockState(request, suffix)
+
+    def reset(self) -> None:
+        """The weights may be others from now on; what requests have computed is of no one's."""
+        self._scopes.reset()
+        for state in self._states.values():
+            began = state.request.num_computed_tokens > 0
+            state.suffix = (
+                f"-{nobodys_scope().hex()}" if began else self._scopes.suffix(state.request)
+            )
+            state.match = None
 
     def match(self, request: Any, local: int) -> int:
         """Tokens beyond the ``local`` ones that are stored (H16); no side effects."""
@@ -122,7 +137,7 @@ class Hf3fsScheduler:
             return 0
         known = state.match
         if known is None or known.first != first or time.monotonic() - known.asked > _MATCH_S:
-            state.match = known = self._find(request, first, last)
+            state.match = known = self._find(state, first, last)
         return known.count * self._block_size
 
     def admit(self, request: Any, num_external_tokens: int) -> None:
@@ -191,24 +206,30 @@ class Hf3fsScheduler:
             self._last_saves.append(save)
         return save is not None, figures
 
-    def _find(self, request: Any, first: int, last: int) -> BlockMatch:
+    def _find(self, state: BlockState, first: int, last: int) -> BlockMatch:
+        """Blocks that the engine has count as used too: the service would evict those first that
+        every prompt begins with."""
         began = time.monotonic()
-        keys = self._keys(request, first, last)
+        keys = self._keys(state, 0, last)
         found = self._metadata.exists(keys, lease=True)
         asked = time.monotonic()
         self._metrics.took("match", asked - began)
         count = 0
         if not isinstance(found, NoAnswer):
-            count = next((i for i, there in enumerate(found) if not there), len(found))
-            self._metrics.asked("hf3fs", hits=count, misses=len(found) - count)
+            for key, there in zip(keys, found, strict=True):
+                if not there:  # evicted, or never written: it is saved again
+                    self._stored.pop(key, None)
+            wanted = found[first:]
+            count = next((i for i, there in enumerate(wanted) if not there), len(wanted))
+            self._metrics.asked("hf3fs", hits=count, misses=len(wanted) - count)
         return BlockMatch(first, count, asked)
 
     def _load_plan(self, state: BlockState, match: BlockMatch) -> BlockPlan:
-        request, end = state.request, match.first + match.count
-        keys = self._keys(request, match.first, end)
+        request_id, end = state.request.request_id, match.first + match.count
+        keys = self._keys(state, match.first, end)
         self._remember(keys)
-        blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
-        return BlockPlan(request.request_id, keys, blocks[match.first : end])
+        blocks = compat.block_ids(self._kv_cache_manager, request_id)
+        return BlockPlan(request_id, keys, blocks[match.first : end])
 
     def _save_plan(self, state: BlockState, computed: int, last: bool = False) -> BlockPlan | None:
         """Whole blocks that this step completes.
@@ -222,7 +243,7 @@ class Hf3fsScheduler:
         state.saved = min(state.saved, request.num_computed_tokens // size)
         if not self._saves or state.loading or complete <= state.saved:
             return None
-        keys = self._keys(request, state.saved, complete)
+        keys = self._keys(state, state.saved, complete)
         blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
         pairs = [
             (key, block)
@@ -237,9 +258,10 @@ class Hf3fsScheduler:
             request.request_id, [key for key, _ in pairs], [block for _, block in pairs], last
         )
 
-    def _keys(self, request: Any, first: int, last: int) -> list[str]:
+    def _keys(self, state: BlockState, first: int, last: int) -> list[str]:
         """The engine's own block hashes: salt, LoRA and images are in them (H18)."""
-        return [block_hash.hex() for block_hash in request.block_hashes[first:last]]
+        hashes = state.request.block_hashes[first:last]
+        return [block_hash.hex() + state.suffix for block_hash in hashes]
 
     def _remember(self, keys: list[str]) -> None:
         """So that a prompt's blocks are not copied out again at each of its requests."""

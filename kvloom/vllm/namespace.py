@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from kvloom.tokens.hashing import namespace_id
+from kvloom.vllm.identity import model_identity
 
 LAYOUT_VERSION = 1
-_SAMPLE_BYTES = 65536
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 
 
 def engine_namespace(
@@ -30,8 +27,7 @@ def engine_namespace(
     return namespace_id(
         {
             "layout": LAYOUT_VERSION,
-            "model": _identity(model.model),
-            "revision": model.revision,
+            **model_identity(model),
             "load_format": load_format,
             "seed": model.seed if load_format == "dummy" else None,
             "hf_overrides": repr(model.hf_overrides),
@@ -65,22 +61,3 @@ def rope_parameters(vllm_config: VllmConfig) -> dict[str, Any]:
         original = parameters["original_max_position_embeddings"]
         parameters["long"] = vllm_config.model_config.max_model_len > original
     return dict(sorted(parameters.items()))
-
-
-def _identity(model: str) -> str:
-    """A hub name as it is; a directory by its files' names, sizes and samples of their bytes.
-
-    The same weights in another place share a namespace; other weights in the same place do not.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)}):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for offset in (0, size // 3, 2 * size // 3, max(size - _SAMPLE_BYTES, 0)):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -26,9 +26,10 @@ from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.tokens.analyzer import ChunkAnalyzer
-from kvloom.tokens.hashing import blended_key, prefix_keys, scope_id
+from kvloom.tokens.hashing import blended_key, prefix_keys
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
+from kvloom.vllm.identity import Scopes, nobodys_scope
 from kvloom.vllm.metadata import (
     LoadPlan,
     LoadReport,
@@ -139,6 +140,7 @@ class BlendScheduler:
         self._can_blend = config.blend
         self._loads = loads
         self._saves = saves
+        self._scopes = Scopes()
         self._states: dict[str, RequestState] = {}
         self._admitted: dict[str, Any] = {}  # live requests, followed or not
         self._pending: list[RequestState] = []
@@ -167,11 +169,19 @@ class BlendScheduler:
             or request.resumable
         ):
             return
-        lora = request.lora_request
-        scope = scope_id(
-            cache_salt=request.cache_salt, lora_name=lora.lora_name if lora is not None else None
-        )
+        scope = self._scopes.scope(request, request.cache_salt)
         self._states[request.request_id] = RequestState(request, scope)
+
+    def reset(self) -> None:
+        """The weights may be others from now on; what requests have computed is of no one's."""
+        self._scopes.reset()
+        for state in self._states.values():
+            request = state.request
+            began = request.num_computed_tokens > 0
+            state.scope = (
+                nobodys_scope() if began else self._scopes.scope(request, request.cache_salt)
+            )
+            state.keys, state.match = [], None
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """What the worker can put in place; nothing counts on it before ``admit``.

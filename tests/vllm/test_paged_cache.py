@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvloom.vllm.connector import why_off
 from kvloom.vllm.paged_cache import CacheLayer, PagedCache, UnknownLayoutError
 
 BLOCKS, HEADS, BLOCK, DIM = 5, 2, 8, 4
@@ -158,3 +162,20 @@ def test_the_round_trip_leaves_the_cache_as_it_was() -> None:
 def test_slots_follow_the_block_table_across_borders() -> None:
     cache = PagedCache([side_by_side(new_cache())])
     assert cache.slots([4, 0, 2], torch.tensor([0, 7, 8, 17])).tolist() == [32, 39, 0, 17]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_cache_is_refused_by_its_name(dtype: torch.dtype) -> None:
+    """What would be copied in is in another form than what lies there."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype)
+    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+    )
+    assert "kv_cache_dtype = 'fp8'" in (why_off(config, groups) or "")
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    groups.kv_cache_groups[0].kv_cache_spec = spec
+    assert why_off(config, groups) is None
