@@ -29,6 +29,7 @@ logger = init_logger(__name__)
 
 _MATCH_S = 2.0  # how long an answer of the service is believed; read leases are longer
 _REMEMBERED = 65_536  # keys that are stored as far as we know
+_SAVING_S = 10.0  # how long a key may be on its way, and the service not know it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Hf3fsScheduler:
         self._loads, self._saves = loads, saves
         self._scopes = Scopes()
         self._states: dict[str, BlockState] = {}
-        self._stored: OrderedDict[str, None] = OrderedDict()
+        self._stored: OrderedDict[str, float] = OrderedDict()  # since when (monotonic)
         self._last_saves: list[BlockPlan] = []
         self._kv_cache_manager: Any = None
 
@@ -217,8 +218,8 @@ class Hf3fsScheduler:
         count = 0
         if not isinstance(found, NoAnswer):
             for key, there in zip(keys, found, strict=True):
-                if not there:  # evicted, or never written: it is saved again
-                    self._stored.pop(key, None)
+                if not there and self._stored.get(key, asked) < asked - _SAVING_S:
+                    del self._stored[key]  # evicted: it is saved again
             wanted = found[first:]
             count = next((i for i, there in enumerate(wanted) if not there), len(wanted))
             self._metrics.asked("hf3fs", hits=count, misses=len(wanted) - count)
@@ -265,8 +266,9 @@ class Hf3fsScheduler:
 
     def _remember(self, keys: list[str]) -> None:
         """So that a prompt's blocks are not copied out again at each of its requests."""
+        now = time.monotonic()
         for key in keys:
-            self._stored[key] = None
+            self._stored[key] = now
             self._stored.move_to_end(key)
         while len(self._stored) > _REMEMBERED:
             self._stored.popitem(last=False)

@@ -78,11 +78,12 @@ def model_identity(model: Any) -> dict[str, str | None]:
     vLLM has a folder with all files but these: their address counts too.
     """
     folder = Path(model.model)
+    named = not folder.is_dir()
     return {
-        "model": folder_digest(folder) if folder.is_dir() else model.model,
+        "model": model.model if named else folder_digest(folder),
         "weights": model.model_weights or None,
         "revision": model.revision,
-        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "commit": getattr(model.hf_config, "_commit_hash", None) if named else None,
     }
 
 

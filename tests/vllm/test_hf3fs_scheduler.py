@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvloom.config import Hf3fsConfig
+from kvloom.vllm import hf3fs_scheduler
 from kvloom.vllm.hf3fs_scheduler import Hf3fsScheduler
 from kvloom.vllm.metrics import Metrics
 
@@ -34,7 +35,9 @@ def service() -> Service:
 
 
 @pytest.fixture
-def scheduler(service: Service) -> Hf3fsScheduler:
+def scheduler(service: Service, monkeypatch: pytest.MonkeyPatch) -> Hf3fsScheduler:
+    """Over a service that knows at once what is saved."""
+    monkeypatch.setattr(hf3fs_scheduler, "_SAVING_S", 0.0)
     metadata: Any = service
     scheduler = Hf3fsScheduler(
         Hf3fsConfig(), metadata, Metrics(), block_size=BLOCK, loads=True, saves=True
@@ -85,6 +88,16 @@ def test_what_the_service_has_evicted_is_saved_again(
     assert serve(scheduler, service, "cut") == [(BLOCKS - 1) * BLOCK, 1]
     service.keys.clear()
     assert serve(scheduler, service, "evicted") == [0, BLOCKS]
+
+
+def test_what_is_on_its_way_is_not_saved_twice(
+    scheduler: Hf3fsScheduler, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of one prompt follow each other faster than its blocks are written."""
+    monkeypatch.setattr(hf3fs_scheduler, "_SAVING_S", 10.0)
+    assert serve(scheduler, service, "new") == [0, BLOCKS]
+    service.keys.clear()
+    assert serve(scheduler, service, "next") == [0, 0]
 
 
 def test_blocks_that_the_engine_has_count_as_used(
