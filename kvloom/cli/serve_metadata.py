@@ -28,8 +28,9 @@ def serve_metadata(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535)] = 18000,
     state: Annotated[
-        Path, typer.Option(help="State file of the embedded backend.", dir_okay=False)
-    ] = DEFAULT_STATE,
+        Path | None,
+        typer.Option(help=f"State file of the embedded backend; {DEFAULT_STATE}.", dir_okay=False),
+    ] = None,
     durability: Annotated[
         DurabilityChoice,
         typer.Option(help="What an answered change outlives: the process, or a power cut too."),
@@ -68,6 +69,8 @@ def serve_metadata(
     settings = Settings(limits=limits, token=_token(token_file), world_size_v1=world_size)
     store: MetadataStore
     try:
+        if redis is not None and state is not None:
+            raise MetadataError("--state and --redis: the state is kept in one of them")
         if redis is not None:
             from kvloom.hf3fs.metadata.redis import RedisStore
 
@@ -75,7 +78,7 @@ def serve_metadata(
         else:
             from kvloom.hf3fs.metadata.embedded import Embedded
 
-            store = Embedded(state.expanduser(), limits, durability.value)
+            store = Embedded((state or DEFAULT_STATE).expanduser(), limits, durability.value)
         server = make_server(Service(store, settings), host, port)
     except (MetadataError, UnsafeAddressError) as error:
         typer.secho(f"kvloom serve-metadata: {error}", err=True, fg="red")
@@ -87,8 +90,15 @@ def serve_metadata(
 
 def _token(file: Path | None) -> str | None:
     """From the file, else from the environment; never from an argument, which all users can see."""
-    text = os.environ.get(TOKEN_VARIABLE, "") if file is None else file.read_text()
-    return text.strip() or None
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--token-file {file}: {error}") from None
+    if not text:
+        raise typer.BadParameter(f"--token-file {file} is empty")
+    return text
 
 
 def audit_metadata(

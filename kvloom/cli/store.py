@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
@@ -21,18 +22,35 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from kvloom.store.archive import Moved
+    from kvloom.store.layout import BlockFile
     from kvloom.store.survey import Bad
 
 Item = TypeVar("Item")
+_SHOWN = 12  # digits of a namespace: all 32 leave the other columns no room
+
+
+def _store(directory: Path) -> Path:
+    """A mistyped path must not read as "all well", nor be written to."""
+    from kvloom.store.layout import LIMITS, namespaces
+
+    if not namespaces(directory) and not (directory / LIMITS).exists() and any(directory.iterdir()):
+        raise typer.BadParameter(f"{directory} is no store: it has neither namespaces nor {LIMITS}")
+    return directory
+
+
 Directory = Annotated[
     Path,
     typer.Argument(
-        exists=True, file_okay=False, help="A directory of storage_backends.", show_default=False
+        exists=True,
+        file_okay=False,
+        callback=_store,
+        help="A directory of storage_backends.",
+        show_default=False,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 NamespaceOption = Annotated[
-    str | None, typer.Option(help="Only blocks of this namespace, as inspect shows it.")
+    str | None, typer.Option(help="Only blocks of this namespace; its first digits will do.")
 ]
 
 
@@ -48,13 +66,13 @@ def inspect(directory: Directory, json: JsonOption = False) -> None:
         namespaces = {namespace: asdict(contents) for namespace, contents in found.items()}
         _print_json({"size": listing.size, **rubbish, "namespaces": namespaces})
         return
-    table = Table(title=f"{directory}: {decimal(listing.size)}")
-    headings = ["namespace", "blocks", "tokens", "bytes", "KV", "blended", "bad", "written", "used"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "namespace" else "right")
+    table = Table(title=f"{directory}: {decimal(listing.size)}", box=SIMPLE_HEAD, padding=0)
+    table.add_column("namespace", min_width=_SHOWN, no_wrap=True)
+    for heading in ("blocks", "tokens", "bytes", "KV", "blended", "bad", "written", "used"):
+        table.add_column(heading, justify="right")
     for namespace, contents in found.items():
         table.add_row(
-            namespace,
+            namespace[:_SHOWN],
             f"{contents.blocks:,}",
             f"{contents.tokens:,}",
             decimal(contents.size),
@@ -75,7 +93,7 @@ def verify(
     """Read every block of a store directory from end to end, and name those that are damaged."""
     from kvloom.store import survey
 
-    blocks = list(survey.listed(directory, namespace))
+    blocks = _blocks(directory, namespace)
     verified = survey.verify(_progress(blocks, "Verifying", json))
     if json:
         _print_json(asdict(verified))
@@ -121,7 +139,7 @@ def gc(
     else:
         typer.echo(
             f"removed {swept.evicted + swept.expired:,} blocks, {swept.quarantined:,} bad ones and "
-            f"{swept.stale:,} halves ({decimal(swept.freed)}); "
+            f"{swept.stale:,} half-written ones ({decimal(swept.freed)}); "
             f"{swept.blocks:,} blocks, {decimal(swept.size)} left"
         )
 
@@ -136,9 +154,9 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the blocks of a store directory, each verified, into one file."""
-    from kvloom.store import archive, survey
+    from kvloom.store import archive
 
-    blocks = _progress(list(survey.listed(directory, namespace)), "Exporting", json)
+    blocks = _progress(_blocks(directory, namespace), "Exporting", json)
     to_stdout = str(target) == "-"
     try:
         if to_stdout:
@@ -192,6 +210,20 @@ def register(app: typer.Typer) -> None:
     for command in (inspect, verify, gc, export):
         app.command()(command)
     app.command("import")(import_)
+
+
+def _blocks(directory: Path, namespace: str | None) -> list[BlockFile]:
+    from kvloom.store.layout import namespaces
+    from kvloom.store.survey import listed
+
+    if namespace is None:
+        return list(listed(directory, None))
+    known = [path.name for path in namespaces(directory) if path.name.startswith(namespace)]
+    if len(known) != 1:
+        raise typer.BadParameter(
+            f"{len(known)} namespaces of {directory} begin with {namespace}: inspect shows them"
+        )
+    return list(listed(directory, known[0]))
 
 
 def _progress(items: Sequence[Item], what: str, quiet: bool) -> Iterable[Item]:

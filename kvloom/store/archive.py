@@ -124,7 +124,7 @@ def import_blocks(source: IO[bytes], root: Path, namespace: str | None) -> Itera
     """Take up the blocks of an archive, one at a time; yields the sum so far after each.
 
     Args:
-        namespace: take these blocks only; None: all.
+        namespace: take blocks only of those that begin so; None: all.
 
     Raises:
         ArchiveError: no archive, or it ends early; what came before is there, and whole.
@@ -147,7 +147,7 @@ def import_blocks(source: IO[bytes], root: Path, namespace: str | None) -> Itera
                 except BadBlockError as error:
                     moved.bad.append(Bad(member.name, str(error)))
                     continue
-                if namespace in (None, header.namespace):
+                if header.namespace.startswith(namespace or ""):
                     _publish(janitor, header, data, member.mtime, moved)
                 yield moved
     except (tarfile.TarError, EOFError) as error:

@@ -52,6 +52,7 @@ Put = Callable[[int, memoryview], bool]
 
 _QUARANTINED_FILES = 64
 _CLOSE_S = 10.0
+_CHECK_DIRECTORY = "check that storage_backends is writable, has space, and is reachable"
 _WARN_EVERY_S = 30.0
 # How exactly the time of the last use is known: what is used more often costs nothing more.
 _USED_GRANULARITY_NS = 1_000_000_000
@@ -337,7 +338,7 @@ class Posix(Store):
     def _quarantine(self, path: str, key: bytes | None, error: Exception) -> None:
         """Move a bad block out of sight; a few are kept to be looked at."""
         self._count("bad")
-        self._warn("verify", path, error)
+        self._warn("verify", path, error, f"it goes to {QUARANTINE}/; check the disk if it recurs")
         block = Path(path)
         aside = block.parents[1] / QUARANTINE
         try:
@@ -426,7 +427,9 @@ class Posix(Store):
         with self._lock:
             self._counts[name] += 1
 
-    def _warn(self, what: str, path: str | Path, error: Exception) -> None:
+    def _warn(
+        self, what: str, path: str | Path, error: Exception, remedy: str = _CHECK_DIRECTORY
+    ) -> None:
         """Count a failure; say so at most every half minute for each kind."""
         kind = f"{what} {getattr(error, 'errno', type(error).__name__)}"
         now = time.monotonic()
@@ -436,11 +439,11 @@ class Posix(Store):
                 return
             self._warned[kind] = now
         logger.warning(
-            "kvloom: the store could not %s %s (%s): requests are computed instead; check that "
-            "storage_backends is writable, has space, and is reachable",
+            "kvloom: the store could not %s %s (%s): requests are computed instead; %s",
             what,
             path,
             error,
+            remedy,
         )
 
 

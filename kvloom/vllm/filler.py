@@ -8,6 +8,7 @@ it, or where nothing has arrived from the store yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,9 +107,12 @@ class Filler:
         with self._ranks.in_step():
             chosen = yield from self._compute(plan, failed, filled, budget)
         failed_tokens = sum(piece.length for piece in failed)
+        lost = _positions(failed)
         filled.report = LoadReport(
             loaded_tokens=sum(piece.length for piece in plan.pieces) - failed_tokens,
             failed_tokens=failed_tokens,
+            failed_exact=int((lost < plan.exact).sum()),
+            failed_reused=len(np.setdiff1d(lost[lost >= plan.exact], plan.compute)),
             chosen=chosen,
             bytes_read=loading.bytes_read,
             load_ms=loaded_s * 1e3,
@@ -149,8 +153,7 @@ class Filler:
         self, plan: LoadPlan, failed: list[Piece], filled: Filled, budget: Budget
     ) -> Slices[int]:
         """Compute what must be, and what the policy chooses; answers how many it chose."""
-        lost = [np.arange(piece.start, piece.start + piece.length) for piece in failed]
-        positions = np.unique(np.concatenate([plan.compute, *lost]))
+        positions = np.union1d(plan.compute, _positions(failed))
         chosen = yield from self._choose(plan, positions, budget)
         positions = np.union1d(positions, chosen)
         if not positions.size:
@@ -158,15 +161,13 @@ class Filler:
         if self._engine is None:
             filled.failed_from = int(positions[0])
             return 0
-        loaded = [
-            np.arange(piece.start, piece.start + piece.length)
-            for piece in plan.pieces
-            if piece.start >= plan.exact and piece not in failed
-        ]
+        loaded = _positions(
+            [piece for piece in plan.pieces if piece.start >= plan.exact and piece not in failed]
+        )
         correction = Correction(
             self._cache,
             plan.block_ids,
-            list(samples_and_rest(plan.runs, np.concatenate([*loaded, _NOTHING]), positions)),
+            list(samples_and_rest(plan.runs, loaded, positions)),
             part=self._policy.correction,
         )
         with self._ranks.together():
@@ -212,3 +213,9 @@ class Filler:
         if self._corrector is None:
             raise RuntimeError(f"a plan moves keys by {delta}, but this model's are not rotated")
         self._corrector.rotate_(payload[:, 0], delta)
+
+
+def _positions(pieces: Sequence[Piece]) -> Positions:
+    """Of the prompt, that pieces are loaded to."""
+    ranges = [np.arange(piece.start, piece.start + piece.length) for piece in pieces]
+    return np.concatenate([*ranges, _NOTHING])

@@ -201,7 +201,8 @@ class Hf3fsScheduler:
         self._metrics.prompt(local=state.local, exact=exact, new=prompt - state.local - exact)
         figures = None
         if (request.kv_transfer_params or {}).get("kvloom_report"):
-            figures = {"kvloom": {"prompt_tokens": prompt, "exact": exact}}
+            found = {"exact": state.local + exact, "local": state.local}
+            figures = {"kvloom": {"prompt_tokens": prompt, **found, "new": prompt - found["exact"]}}
         save = self._save_plan(state, request.num_computed_tokens, last=True)
         if save is not None:
             self._last_saves.append(save)

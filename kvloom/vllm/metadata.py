@@ -102,7 +102,8 @@ class LoadReport:
 
     Attributes:
         loaded_tokens: tokens that were loaded.
-        failed_tokens: tokens that should have been loaded and were computed instead.
+        failed_tokens: tokens that should have been loaded and were computed instead; of these
+            failed_exact of the exact prefix, and failed_reused that no policy would have computed.
         chosen: tokens that were loaded and, by the policy's choice, computed anew.
         bytes_read: payload bytes read from the store.
         load_ms, rotate_ms, compute_ms: time in the engine's steps for reading and writing to the
@@ -111,6 +112,8 @@ class LoadReport:
 
     loaded_tokens: int
     failed_tokens: int
+    failed_exact: int
+    failed_reused: int
     chosen: int
     bytes_read: int
     load_ms: float

@@ -521,6 +521,9 @@ class BlendScheduler:
             "match_ms": round(match.match_ms, 3),
         }
         if report is not None:
+            figures["exact"] -= report.failed_exact
+            figures["reused"] -= report.failed_reused
+            figures["new"] += report.failed_exact + report.failed_reused
             figures |= {
                 "failed": report.failed_tokens,
                 "bytes": report.bytes_read,

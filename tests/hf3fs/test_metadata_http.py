@@ -18,7 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from kvloom.cli.main import app
 from kvloom.hf3fs.metadata.app import Service, Settings
 from kvloom.hf3fs.metadata.base import Limits
 from kvloom.hf3fs.metadata.embedded import Embedded
@@ -63,6 +65,19 @@ def test_off_loopback_a_token_is_needed(tmp_path: Path, host: str) -> None:
     assert done.returncode == 1
     assert "give a token, or use 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_that_can_not_be_meant_are_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for options, text in (
+        (["--token-file", tmp_path / "missing"], "No such file"),
+        (["--token-file", tmp_path / "empty"], "is empty"),
+        (["--redis", "redis://127.0.0.1:1/0", "--state", tmp_path / "s.db"], "one of them"),
+    ):
+        result = CliRunner().invoke(app, ["serve-metadata", *map(str, options)])
+        assert result.exit_code in (1, 2)
+        assert text in " ".join(result.output.replace("│", " ").split())
+        assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
 def test_loopback_and_tokens(tmp_path: Path) -> None:

@@ -151,6 +151,29 @@ def test_one_namespace_can_be_chosen(tmp_path: Path) -> None:
         assert loadable(target, 3) == 3
 
 
+def test_the_digits_that_inspect_shows_name_a_namespace(tmp_path: Path) -> None:
+    filled(tmp_path, 3)
+    filled(tmp_path, 2, OTHER_NAMESPACE)
+    words = run("inspect", tmp_path).output.split()
+    (shown,) = [word for word in words if len(word) > 8 and NAMESPACE.startswith(word)]
+    assert json.loads(run("verify", tmp_path, "--namespace", shown, "--json").stdout)["blocks"] == 3
+    for unclear in ("nope", ""):
+        assert run("verify", tmp_path, "--namespace", unclear).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
+def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path, command: str) -> None:
+    """A mistyped path would read as "all well", and a lock be left in somebody's directory."""
+    (tmp_path / "ssl").mkdir()
+    (tmp_path / "ssl" / "cert.pem").write_text("")
+    result = run(command, tmp_path / "ssl")
+    assert result.exit_code == 2
+    assert "no store" in " ".join(result.output.replace("│", " ").split())
+    assert [path.name for path in (tmp_path / "ssl").iterdir()] == ["cert.pem"]
+    (tmp_path / "new").mkdir()
+    assert run(command, tmp_path / "new").exit_code == 0, "an engine may just have made it"
+
+
 def test_damaged_blocks_are_neither_exported_nor_imported(tmp_path: Path) -> None:
     paths = filled(tmp_path / "old", 5)
     archive = tmp_path / "store.tar"

@@ -120,6 +120,9 @@ def test_a_damaged_store_is_a_slower_right_answer(
         after = engine.ask(prompt, max_tokens=8)
     assert after.tokens == cold.tokens
     assert after.failed > 0, "the trouble must have been met on the way"
+    assert after.figures["exact"] + after.figures["reused"] + after.failed <= len(prompt)
+    origins = ("exact", "reused", "recomputed", "new")
+    assert sum(after.figures[origin] for origin in origins) == len(prompt)
     assert no_traceback(caplog)
     engine.settle()
     assert engine.ask(prompt, max_tokens=8).tokens == cold.tokens
@@ -138,6 +141,8 @@ def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
         trouble(store)
         after = engine.ask(prompt, max_tokens=8)
     assert after.failed > 200
+    assert after.figures["reused"] + after.failed <= len(document)
+    assert after.figures["new"] >= len(prompt) - len(document) + 64, "what failed was computed"
     assert after.tokens == cold.tokens, "nothing could be loaded: all of it was computed"
 
 
