@@ -216,14 +216,14 @@ def _blocks(directory: Path, namespace: str | None) -> list[BlockFile]:
     from kvloom.store.layout import namespaces
     from kvloom.store.survey import listed
 
-    if namespace is None:
-        return list(listed(directory, None))
-    known = [path.name for path in namespaces(directory) if path.name.startswith(namespace)]
-    if len(known) != 1:
-        raise typer.BadParameter(
-            f"{len(known)} namespaces of {directory} begin with {namespace}: inspect shows them"
-        )
-    return list(listed(directory, known[0]))
+    if namespace is not None:
+        known = [path.name for path in namespaces(directory) if path.name.startswith(namespace)]
+        if len(known) != 1:
+            raise typer.BadParameter(
+                f"{len(known)} namespaces of {directory} begin with {namespace}: inspect shows them"
+            )
+        (namespace,) = known
+    return list(listed(directory, namespace))
 
 
 def _progress(items: Sequence[Item], what: str, quiet: bool) -> Iterable[Item]:

@@ -106,11 +106,10 @@ class Filler:
         loaded_s = budget.worked_s() - loading.rotate_s
         with self._ranks.in_step():
             chosen = yield from self._compute(plan, failed, filled, budget)
-        failed_tokens = sum(piece.length for piece in failed)
         lost = _positions(failed)
         filled.report = LoadReport(
-            loaded_tokens=sum(piece.length for piece in plan.pieces) - failed_tokens,
-            failed_tokens=failed_tokens,
+            loaded_tokens=sum(piece.length for piece in plan.pieces) - len(lost),
+            failed_tokens=len(lost),
             failed_exact=int((lost < plan.exact).sum()),
             failed_reused=len(np.setdiff1d(lost[lost >= plan.exact], plan.compute)),
             chosen=chosen,

@@ -22,7 +22,7 @@ from kvloom.config import Hf3fsConfig
 from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
 from kvloom.vllm import compat
 from kvloom.vllm.hf3fs_plans import BlockPlan, Hf3fsReport, Hf3fsStep
-from kvloom.vllm.identity import Scopes, nobodys_scope
+from kvloom.vllm.identity import Scopes
 from kvloom.vllm.metrics import Metrics
 
 logger = init_logger(__name__)
@@ -113,13 +113,10 @@ class Hf3fsScheduler:
             self._states[request.request_id] = BlockState(request, suffix)
 
     def reset(self) -> None:
-        """The weights may be others from now on; what requests have computed is of no one's."""
+        """The weights may be others from now on."""
         self._scopes.reset()
         for state in self._states.values():
-            began = state.request.num_computed_tokens > 0
-            state.suffix = (
-                f"-{nobodys_scope().hex()}" if began else self._scopes.suffix(state.request)
-            )
+            state.suffix = self._scopes.suffix(state.request)
             state.match = None
 
     def match(self, request: Any, local: int) -> int:

@@ -90,8 +90,9 @@ def model_identity(model: Any) -> dict[str, str | None]:
 class Scopes:
     """What separates the requests of one engine, beside their tokens and salt.
 
-    For one thread. After ``reset`` nothing of before is found any more, and what is stored from
-    then on is found by this engine alone, until it ends: what its weights are nobody knows.
+    For one thread; a request is asked about when it comes, and again after a reset. After ``reset``
+    nothing of before is found any more, and what is stored from then on is found by this engine
+    alone, until it ends: what its weights are nobody knows.
     """
 
     def __init__(self) -> None:
@@ -125,9 +126,11 @@ class Scopes:
 
     def _fields(self, request: Any) -> dict[str, str | None]:
         lora = request.lora_request
+        # Half of it computed before a reset: what is stored of it is to be found by nobody.
+        begun = request.num_computed_tokens > 0
         return {
             "lora": self._adapter(lora) if lora is not None else None,
-            "epoch": self._epoch,
+            "epoch": uuid.uuid4().hex if begun else self._epoch,
         }
 
     def _adapter(self, lora: Any) -> str:
@@ -143,8 +146,3 @@ class Scopes:
             if len(self._adapters) > _ADAPTERS:
                 del self._adapters[next(iter(self._adapters))]
         return known
-
-
-def nobodys_scope() -> bytes:
-    """16 bytes that no other request has: what is stored under them is never found."""
-    return uuid.uuid4().bytes

@@ -29,7 +29,7 @@ from kvloom.tokens.analyzer import ChunkAnalyzer
 from kvloom.tokens.hashing import blended_key, prefix_keys
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
-from kvloom.vllm.identity import Scopes, nobodys_scope
+from kvloom.vllm.identity import Scopes
 from kvloom.vllm.metadata import (
     LoadPlan,
     LoadReport,
@@ -173,14 +173,10 @@ class BlendScheduler:
         self._states[request.request_id] = RequestState(request, scope)
 
     def reset(self) -> None:
-        """The weights may be others from now on; what requests have computed is of no one's."""
+        """The weights may be others from now on."""
         self._scopes.reset()
         for state in self._states.values():
-            request = state.request
-            began = request.num_computed_tokens > 0
-            state.scope = (
-                nobodys_scope() if began else self._scopes.scope(request, request.cache_salt)
-            )
+            state.scope = self._scopes.scope(state.request, state.request.cache_salt)
             state.keys, state.match = [], None
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:

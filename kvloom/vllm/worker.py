@@ -135,8 +135,8 @@ class BlendWorker:
 
     def _not_in_place(self, block_ids: Collection[int]) -> bool:
         """What stands on these blocks is worth nothing, and would be an exact hit for ever."""
-        failed = self._failed_blocks.union(*self._failed_before)
-        return not failed.isdisjoint(block_ids)
+        steps = (self._failed_blocks, *self._failed_before)
+        return any(not failed.isdisjoint(block_ids) for failed in steps)
 
     def take_finished_saves(self) -> set[str]:
         finished, self._finished_saves = self._finished_saves, set()

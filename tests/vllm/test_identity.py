@@ -82,8 +82,8 @@ def test_a_hub_name_is_known_by_the_commit_it_stood_for() -> None:
     assert one != other
 
 
-def request(lora: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(lora_request=lora)
+def request(lora: Any = None, computed: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(lora_request=lora, num_computed_tokens=computed)
 
 
 def adapter(path: Path, number: int = 1, load_inplace: bool = False) -> SimpleNamespace:
@@ -121,6 +121,8 @@ def test_a_reset_separates_all_that_comes_after(tmp_path: Path) -> None:
         seen.add(each.scope(request(), "salt"))
     assert len(seen) == 5
     assert scopes.suffix(request()) == scopes.suffix(request()) != other.suffix(request())
+    # What began before it is of old weights and new ones: of nobody.
+    assert len({scopes.suffix(request(computed=9)), scopes.suffix(request(computed=9))}) == 2
 
 
 def test_after_a_reset_of_the_engine_nothing_of_before_is_used(engine: Engine) -> None:
