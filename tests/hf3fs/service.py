@@ -28,13 +28,18 @@ def free_port() -> int:
 
 
 class ServiceProcess:
-    """``kvloom serve-metadata`` on a free port; ``options`` are its command line's."""
+    """``kvloom serve-metadata`` on a free port; ``options`` are its command line's.
+
+    Its log lies beside ``state``, which is its file unless it keeps its state in Redis.
+    """
 
     def __init__(self, state: Path, *options: str, token: str = "") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-m", "kvloom.cli.main", "serve-metadata"]
-        self._command += ["--port", str(self.port), "--state", str(state), *options]
+        self._command += ["--port", str(self.port), *options]
+        if "--redis" not in options:
+            self._command += ["--state", str(state)]
         self._log = state.with_suffix(".log")
         self._environment = {**os.environ, "KVLOOM_METADATA_TOKEN": token}
         self.start()
