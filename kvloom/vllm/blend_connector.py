@@ -8,17 +8,18 @@ without us.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloom.blend.int8 import DTYPES
 from kvloom.blend.rope import PositionCorrector, Rotations
@@ -29,12 +30,20 @@ from kvloom.store.catalog import IndexFeeder
 from kvloom.store.registry import acquire_store, release_store
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
-from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
+from kvloom.vllm.connector import (
+    KvloomConnector,
+    guarded,
+    has_windows,
+    is_latent,
+    paged_cache,
+    why_off,
+)
 from kvloom.vllm.filler import Filler
+from kvloom.vllm.grouped_cache import GroupedCache
 from kvloom.vllm.metadata import Obstacle, StepMetadata, WorkerReport
 from kvloom.vllm.metrics import KvloomStats
 from kvloom.vllm.namespace import engine_namespace, rope_parameters
-from kvloom.vllm.paged_cache import UnknownLayoutError
+from kvloom.vllm.paged_cache import PagedCache, UnknownLayoutError
 from kvloom.vllm.ranks import OtherRankError, Ranks
 from kvloom.vllm.recompute import RecomputeEngine
 from kvloom.vllm.rope import layer_rotations
@@ -45,6 +54,8 @@ from kvloom.vllm.stored_form import StoredForm
 from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -78,30 +89,39 @@ class BlendConnector(KvloomConnector):
         self._feeder: IndexFeeder | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
-        self._unserved: set[str] = set()  # requests that wait for what nobody will load
+        self._unserved: set[str] = set()  # requests that wait for what nobody will load ...
+        self._unserved_failed: set[str] = set()  # ... and have not been told so
         self._unsaved: set[str] = set()  # whose blocks are held for what nobody will save
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("kvloom is off: %s", reason)
             return
-        self._group = kv_cache_config.kv_cache_groups[0]
-        spec = cast("FullAttentionSpec", self._group.kv_cache_spec)
+        groups = kv_cache_config.kv_cache_groups
+        spec: Any = groups[0].kv_cache_spec
         _check_model(self.config, vllm_config, spec.head_size)
-        form = {"store_dtype": "int8"} if self.config.store_dtype == "int8" else {}
-        parallel = vllm_config.parallel_config
-        share: dict[str, int] = {}
-        if parallel.world_size > 1:
-            share["rank"] = parallel.rank
+        special: dict[str, str | int] = {}  # what else tells the bytes of this engine apart
+        if self.config.store_dtype == "int8":
+            special["store_dtype"] = "int8"
+        if vllm_config.parallel_config.world_size > 1:
+            special["rank"] = vllm_config.parallel_config.rank
             # A load between steps goes on when its bytes have arrived: not everywhere at once.
             self.config = self.config.model_copy(update={"blend_async": False})
+        if has_windows(kv_cache_config):
+            special["groups"] = repr(
+                [(type(g.kv_cache_spec).__name__, g.layer_names) for g in groups]
+            )
+        only = _exact_only(kv_cache_config)
+        if only is not None and self.config.blend:
+            self.config = self.config.model_copy(update={"blend": False})
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("kvloom reuses exact prefixes only: %s", only)
         namespace = engine_namespace(
             vllm_config,
-            len(self._group.layer_names),
+            sum(len(group.layer_names) for group in groups),
             spec.num_kv_heads,
             spec.head_size,
-            **form,
-            **share,
+            **special,
         )
         self._store = acquire_store(namespace, self.config)
         if role is KVConnectorRole.SCHEDULER:
@@ -122,6 +142,7 @@ class BlendConnector(KvloomConnector):
             block_size=block_size,
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
+            windows=has_windows(self._kv_cache_config),
         )
         logger.info(
             "kvloom: %d chunks of %d tokens known in %s (%s)",
@@ -136,7 +157,10 @@ class BlendConnector(KvloomConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._store is None:
             return
-        ranks = Ranks(compat.tensor_parallel_group(self._vllm_config))
+        # Those that call the model together; with exact prefixes alone, each goes its own way.
+        ranks = Ranks(
+            compat.tensor_parallel_group(self._vllm_config) if self.config.blend else None
+        )
         try:
             self._worker = self._make_worker(self._store, kv_caches, ranks)
         except OtherRankError:
@@ -150,35 +174,26 @@ class BlendConnector(KvloomConnector):
     def _make_worker(
         self, store: Store, kv_caches: dict[str, torch.Tensor], ranks: Ranks
     ) -> BlendWorker:
-        config, names = self._vllm_config, self._group.layer_names
+        config = self._vllm_config
         with ranks.together():
-            cache, layers = paged_cache(config, self._kv_cache_config, kv_caches)
-            if self.config.store_dtype == "int8" and cache.dtype not in DTYPES:
+            groups, layers = zip(
+                *(
+                    paged_cache(config, group, kv_caches)
+                    for group in self._kv_cache_config.kv_cache_groups
+                ),
+                strict=True,
+            )
+            cache = GroupedCache(groups)
+            if self.config.store_dtype == "int8" and (
+                cache.dtype not in DTYPES or cache.parts != 2
+            ):
+                kind = f"KV in {cache.dtype}" if cache.parts == 2 else "MLA's latents"
                 raise UnknownLayoutError(
-                    f"store_dtype = 'int8' is not for KV in {cache.dtype}: leave the key out"
+                    f"store_dtype = 'int8' is not for {kind}: leave the key out"
                 )
-        engine: RecomputeEngine | None = None
-        corrector: PositionCorrector | None = None
-        try:
-            with ranks.together():
-                compat.check_nested_forward(config)
-                model = compat.loaded_model(config)
-                spec = self._group.kv_cache_spec
-                able = RecomputeEngine(config, model, spec, layers, cache, ranks=ranks)
-                check = SelfCheck(config, able, cache, ranks) if self.config.self_check else None
-            if check is not None:
-                check.recompute()
-            engine = able
-            with ranks.together():
-                last = config.model_config.max_model_len - 1
-                rotations: Rotations = layer_rotations(model, names, cache.head_dim, last)
-            if check is not None:
-                rotations = check.rotations(rotations)
-            corrector = PositionCorrector(rotations)
-        except compat.EngineMismatchError as error:
-            self._obstacle = Obstacle(str(error), everything=False)
-        except OtherRankError:
-            pass  # the other one reports why
+        engine, corrector = None, None
+        if self.config.blend:
+            engine, corrector = self._make_blending(groups[0], layers[0], ranks)
         with ranks.together():
             form = StoredForm(self.config, cache)
             filler = Filler(
@@ -195,16 +210,47 @@ class BlendConnector(KvloomConnector):
         overlap = int(bool(config.scheduler_config.async_scheduling))
         return BlendWorker(self.config, store, cache, filler, saver, overlap=overlap)
 
+    def _make_blending(
+        self, cache: PagedCache, layers: dict[str, Any], ranks: Ranks
+    ) -> tuple[RecomputeEngine | None, PositionCorrector | None]:
+        """What computes and what moves keys, as far as this model allows it."""
+        config, group = self._vllm_config, self._kv_cache_config.kv_cache_groups[0]
+        engine: RecomputeEngine | None = None
+        corrector: PositionCorrector | None = None
+        try:
+            with ranks.together():
+                compat.check_nested_forward(config)
+                model = compat.loaded_model(config)
+                spec = group.kv_cache_spec
+                able = RecomputeEngine(config, model, spec, layers, cache, ranks=ranks)
+                check = SelfCheck(config, able, cache, ranks) if self.config.self_check else None
+            if check is not None:
+                check.recompute()
+            engine = able
+            with ranks.together():
+                last = config.model_config.max_model_len - 1
+                names = group.layer_names
+                rotations: Rotations = layer_rotations(model, names, cache.head_dim, last)
+            if check is not None:
+                rotations = check.rotations(rotations)
+            corrector = PositionCorrector(rotations)
+        except compat.EngineMismatchError as error:
+            self._obstacle = Obstacle(str(error), everything=False)
+        except OtherRankError:
+            pass  # the other one reports why
+        return engine, corrector
+
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._metadata()
         self._unserved_blocks.update(metadata.unfilled)
-        self._unserved.update(metadata.unawaited)
+        self._leave_waiting(metadata.unawaited)
         if self._worker is None:
             for plan in metadata.loads:
-                self._unserved_blocks.update(plan.block_ids)
                 if plan.between_steps:
-                    self._unserved.add(plan.request_id)
+                    self._leave_waiting([plan.request_id])
+                else:
+                    self._unserved_blocks.update(plan.block_ids)
             return
         self._worker.cancel(metadata.cancelled)
         for plan in metadata.loads:
@@ -229,6 +275,19 @@ class BlendConnector(KvloomConnector):
             return finished or None, arrived or None
         arrived |= self._worker.take_arrived()
         return self._worker.take_finished_saves() or None, arrived or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving, self._unserved_failed = self._unserved_failed, set()
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
+    def _leave_waiting(self, request_ids: Iterable[str]) -> None:
+        """Requests that wait for a load which nobody will do: vLLM computes all of them."""
+        ids = set(request_ids)
+        self._unserved |= ids
+        self._unserved_failed |= ids
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -273,10 +332,11 @@ class BlendConnector(KvloomConnector):
         # a hook failed in between, garbage would be attended to: have those blocks recomputed.
         for request_id in promised.keys() - {plan.request_id for plan in metadata.loads}:
             self._scheduler.drop(request_id)
+            metadata.saves = [plan for plan in metadata.saves if plan.request_id != request_id]
             if compat.waits_for_load(promised[request_id]):
                 metadata.unawaited.append(request_id)
-            metadata.saves = [plan for plan in metadata.saves if plan.request_id != request_id]
-            metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
+            else:
+                metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
         return metadata
 
     @guarded(StepMetadata)
@@ -290,6 +350,7 @@ class BlendConnector(KvloomConnector):
             self._scheduler.take_report(
                 report if isinstance(report, WorkerReport) else WorkerReport(),
                 connector_output.finished_recving or (),
+                connector_output.failed_recving or (),
             )
 
     # Both sides
@@ -311,7 +372,16 @@ def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | N
         return "pipeline parallelism is not supported yet"
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         return "ranks with a scheduler each (external_launcher) may decide differently"
-    return why_off(vllm_config, kv_cache_config)
+    return why_off(vllm_config, kv_cache_config, windows=True)
+
+
+def _exact_only(kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this KV cache is not blended (spec row B10)."""
+    if is_latent(kv_cache_config):
+        return "MLA's latents are not moved"
+    if has_windows(kv_cache_config):
+        return "this model has layers that see a window of the tokens before only"
+    return None
 
 
 def _check_model(config: KvloomConfig, vllm_config: VllmConfig, head_dim: int) -> None:

@@ -26,6 +26,9 @@ from vllm.v1.request import RequestStatus
 
 from kvloom.vllm.paged_cache import CacheLayer
 
+NULL_BLOCK = 0
+"""The block that stands in a block table for none."""
+
 
 class EngineMismatchError(RuntimeError):
     """The engine or model lacks something that a feature needs; the text says what."""
@@ -240,9 +243,15 @@ def check_nested_forward(vllm_config: VllmConfig) -> None:
         raise EngineMismatchError("multimodal models take embeddings instead of token ids")
 
 
+def block_tables(kv_cache_manager: Any, request_id: str) -> list[list[int]]:
+    """The request's block table in each KV cache group, from the engine's own books: never extended
+    or kept by us."""
+    return list(kv_cache_manager.get_block_ids(request_id))
+
+
 def block_ids(kv_cache_manager: Any, request_id: str) -> list[int]:
-    """The request's block table, from the engine's own books: never extended or kept by us."""
-    table: list[int] = kv_cache_manager.get_block_ids(request_id)[0]
+    """The request's block table where there is one group."""
+    (table,) = block_tables(kv_cache_manager, request_id)
     return table
 
 

@@ -14,7 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvloom.vllm import compat
 from kvloom.vllm.metrics import KvloomPromMetrics, KvloomStats, Metrics
@@ -167,37 +174,63 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def why_off(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, latent: bool = False
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, windows: bool = False
 ) -> str | None:
     """What of the engine and its KV cache rules kvloom out; both sides come to the same answer.
 
     Args:
-        latent: MLA's cache can be served.
+        windows: layers that keep the blocks of a window only can be served, beside full ones.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported yet"
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
+    if not groups or (len(groups) > 1 and not windows):
         return f"models with {len(groups)} KV cache groups are not supported yet"
-    spec: Any = groups[0].kv_cache_spec
-    if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
-        kind = vllm_config.cache_config.cache_dtype
-        return f"a quantized KV cache (kv_cache_dtype = {kind!r}) is not supported yet"
-    kinds = (FullAttentionSpec, MLAAttentionSpec) if latent else (FullAttentionSpec,)
-    if type(spec) not in kinds or spec.sliding_window or spec.attention_chunk_size:
-        return f"only full attention is supported yet, not {type(spec).__name__}"
+    # vLLM's CPU backend for MLA switches chunked prefill off, and computes wrong tokens behind a
+    # prefix that is in the cache, also where that is bit for bit what it computed itself.
+    if is_latent(kv_cache_config) and not vllm_config.scheduler_config.enable_chunked_prefill:
+        return "with MLA this engine can't go on from a prefix (its chunked prefill is off)"
+    kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    for group in groups:
+        spec: Any = group.kv_cache_spec
+        known = type(spec) in kinds if windows else type(spec) is FullAttentionSpec
+        if not known and (type(spec) is not MLAAttentionSpec or len(groups) > 1):
+            return f"layers of {type(spec).__name__} are not supported yet"
+        if is_windowed(spec) and not windows:
+            return f"only full attention is supported yet, not {type(spec).__name__} of a window"
+        if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
+            kind = vllm_config.cache_config.cache_dtype
+            return f"a quantized KV cache (kv_cache_dtype = {kind!r}) is not supported yet"
     return None
 
 
+def is_latent(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the cache holds MLA's latents."""
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups)
+
+
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers see no more than a window of the tokens before."""
+    return any(is_windowed(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+
+
+def is_windowed(spec: Any) -> bool:
+    # Full attention's spec has a window where the user has switched the hybrid manager off.
+    return bool(
+        getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    )
+
+
 def paged_cache(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+    vllm_config: VllmConfig, group: KVCacheGroupSpec, kv_caches: dict[str, torch.Tensor]
 ) -> tuple[PagedCache, dict[str, Any]]:
-    """The engine's registered caches as one, and its attention modules by layer name.
+    """A group's registered caches as one, and its attention modules by layer name.
 
     Raises:
         UnknownLayoutError, EngineMismatchError: they can't be read and written.
     """
-    names = kv_cache_config.kv_cache_groups[0].layer_names
+    names = group.layer_names
     layers = compat.attention_layers(vllm_config, names)
     return PagedCache([compat.cache_layer(n, layers[n], kv_caches[n]) for n in names]), layers

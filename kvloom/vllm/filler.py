@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from kvloom.blend.correction import samples_and_rest
@@ -24,8 +23,8 @@ from kvloom.config import KvloomConfig
 from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.correction import Correction
+from kvloom.vllm.grouped_cache import GroupedCache
 from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece
-from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.ranks import Ranks
 from kvloom.vllm.reader import PieceReader
 from kvloom.vllm.recompute import RecomputeEngine
@@ -74,7 +73,7 @@ class Filler:
         config: KvloomConfig,
         policy: SelectionPolicy,
         store: Store,
-        cache: PagedCache,
+        cache: GroupedCache,
         form: StoredForm,
         *,
         corrector: PositionCorrector | None,
@@ -141,9 +140,7 @@ class Filler:
                 rotating = time.perf_counter()
                 self._rotate(payload, piece.delta)
                 loading.rotate_s += time.perf_counter() - rotating
-            where = torch.arange(piece.start, piece.start + piece.length)
-            slots = self._cache.slots(plan.block_ids, where)
-            self._cache.scatter(payload.to(self._cache.device), slots)
+            self._cache.scatter(payload, plan.tables, piece.start)
             budget.take(piece.length, LOADED_PRICE)
             if budget.spent:
                 yield
@@ -164,7 +161,7 @@ class Filler:
             [piece for piece in plan.pieces if piece.start >= plan.exact and piece not in failed]
         )
         correction = Correction(
-            self._cache,
+            self._engine.cache,
             plan.block_ids,
             list(samples_and_rest(plan.runs, loaded, positions)),
             part=self._policy.correction,

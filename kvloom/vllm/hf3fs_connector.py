@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloom.config import IO_ENTRIES, ConfigError, Hf3fsConfig
 from kvloom.hf3fs.client import GeometryError, Hf3fsClient
 from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
 from kvloom.hf3fs.page import page_bytes
 from kvloom.vllm import compat
-from kvloom.vllm.connector import KvloomConnector, guarded, paged_cache, why_off
+from kvloom.vllm.connector import KvloomConnector, guarded, is_latent, paged_cache, why_off
 from kvloom.vllm.hf3fs_plans import BlockPlan, Hf3fsReport, Hf3fsStep
 from kvloom.vllm.hf3fs_scheduler import Hf3fsScheduler
 from kvloom.vllm.hf3fs_transfers import AsyncOperationManager, Share
@@ -64,7 +64,7 @@ class HF3FSKVConnector(KvloomConnector):
         self._report = Hf3fsReport()
         self._finished_saves: set[str] = set()
         self._failed_blocks: set[int] = set()
-        reason = _why_off(vllm_config, kv_cache_config)
+        reason = why_off(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("kvloom is off: %s", reason)
@@ -118,7 +118,9 @@ class HF3FSKVConnector(KvloomConnector):
         self, metadata: MetadataClient, kv_caches: dict[str, torch.Tensor]
     ) -> AsyncOperationManager:
         config = self.config
-        cache, _ = paged_cache(self._vllm_config, self._kv_cache_config, kv_caches)
+        cache, _ = paged_cache(
+            self._vllm_config, self._kv_cache_config.kv_cache_groups[0], kv_caches
+        )
         share = _share(self._vllm_config, self._kv_cache_config)
         size = page_bytes(cache.part_size(cache.block_size) * len(cache.layers))
         path = Path(config.hf3fs_storage_path, self._namespace, f"rank-{share.file}.pages")
@@ -249,23 +251,10 @@ class HF3FSKVConnector(KvloomConnector):
         self._clients = []
 
 
-def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    # vLLM's CPU backend for MLA switches chunked prefill off, and computes wrong tokens behind a
-    # prefix that is in the cache, also where that is bit for bit what it computed itself.
-    if _is_latent(kv_cache_config) and not vllm_config.scheduler_config.enable_chunked_prefill:
-        return "with MLA this engine can't go on from a prefix (its chunked prefill is off)"
-    return why_off(vllm_config, kv_cache_config, latent=True)
-
-
-def _is_latent(kv_cache_config: KVCacheConfig) -> bool:
-    groups = kv_cache_config.kv_cache_groups
-    return any(isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups)
-
-
 def _share(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Share:
     """What of the KV this worker's rank holds, and whether it is the one to save it (H19)."""
     parallel = vllm_config.parallel_config
-    if not _is_latent(kv_cache_config):
+    if not is_latent(kv_cache_config):
         return Share(parallel.rank, parallel.world_size, saves=True)
     stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     return Share(stage, parallel.pipeline_parallel_size, saves=tp_rank == 0)

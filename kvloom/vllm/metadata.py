@@ -33,6 +33,7 @@ class LoadPlan:
     """Put the KV of prompt positions ``[start, start + len(token_ids))`` in place.
 
     Attributes:
+        tables: the request's block tables, one a KV cache group.
         token_ids: int32, the tokens of that range; what can't be loaded is computed from them.
         pieces: what to load, by position.
         compute: int64 positions to compute, ascending; with the pieces they cover the range.
@@ -40,10 +41,11 @@ class LoadPlan:
         runs: positions ``[first, end)`` of the runs that the pieces belong to.
         choose: loaded tokens that a policy may choose, once it saw them, to be computed too.
         between_steps: filled in slices, while other requests go on; vLLM waits for the report.
+        whole: vLLM can't go on from a part of it.
     """
 
     request_id: str
-    block_ids: list[int]
+    tables: list[list[int]]
     start: int
     token_ids: npt.NDArray[np.int32]
     pieces: list[Piece]
@@ -52,6 +54,13 @@ class LoadPlan:
     runs: list[tuple[int, int]] = field(default_factory=list)
     choose: int = 0
     between_steps: bool = False
+    whole: bool = False
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table, where there is one group."""
+        (table,) = self.tables
+        return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +76,14 @@ class SavePlan:
     """Store chunks of one request whose KV is in place after this step's forward.
 
     Attributes:
+        tables: the request's block tables, one a KV cache group.
         generation: 0, or 1 where the KV was computed on top of a blend.
         last: the request is finished and its blocks are held for this save; report it when done.
     """
 
     request_id: str
     scope: bytes
-    block_ids: list[int]
+    tables: list[list[int]]
     generation: int
     chunks: list[SaveChunk]
     last: bool = False
@@ -82,7 +92,8 @@ class SavePlan:
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Attributes:
-    unfilled: blocks that vLLM counts on and no plan fills: our side failed after its promise.
+    unfilled: blocks that vLLM counts on in this step and no plan fills: our side failed after its
+        promise.
     unawaited: requests that wait for a load between steps that no plan describes.
     cancelled: requests that are gone, whose loads between steps may be under way.
     timed: the worker shall report when the step is over.

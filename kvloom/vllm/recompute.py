@@ -33,6 +33,7 @@ class RecomputeEngine:
         model: the module that the engine runs.
         spec: the KV cache spec of the attention group.
         layers: the group's attention modules by name.
+        cache: of that group, the only one.
         ranks: those that call the model together.
     """
 
@@ -51,7 +52,7 @@ class RecomputeEngine:
         self._model = model
         self._layers = layers
         self._layer_names = list(layers)
-        self._cache = cache
+        self.cache = cache
         self._builder = compat.metadata_builder(vllm_config, spec, layers, cache.device)
         # A compiled model accepts no larger batch than the engine's own, and attention backends
         # that keep buffers for it (FlashInfer, FlashAttention 3) no more requests.
@@ -115,14 +116,14 @@ class RecomputeEngine:
         seen = np.union1d(candidates, positions) if policy.whole else positions
         where = torch.from_numpy(candidates)
         with self._ranks.together():
-            slots = self._cache.slots(block_ids, where)
-            loaded = {layer: self._cache.gather_layer(layer, slots) for layer in looked_at}
-            context = self._cache.slots(block_ids, torch.arange(start + len(token_ids)))
-            scores = torch.zeros(len(candidates), device=self._cache.device)
+            slots = self.cache.slots(block_ids, where)
+            loaded = {layer: self.cache.gather_layer(layer, slots) for layer in looked_at}
+            context = self.cache.slots(block_ids, torch.arange(start + len(token_ids)))
+            scores = torch.zeros(len(candidates), device=self.cache.device)
 
         def score(layer: int, queries: Tensor, tokens: npt.NDArray[np.int64]) -> None:
-            keys, values = self._cache.gather_layer(layer, context)
-            heads = queries.reshape(len(queries), -1, self._cache.head_dim)
+            keys, values = self.cache.gather_layer(layer, context)
+            heads = queries.reshape(len(queries), -1, self.cache.head_dim)
             view = LayerView(
                 keys=keys,
                 values=values,
@@ -169,11 +170,11 @@ class RecomputeEngine:
     ) -> None:
         starts = np.append(_group_starts(positions), len(positions))
         last_positions = positions[starts[1:] - 1]
-        blocks_used = int(last_positions[-1]) // self._cache.block_size + 1
-        device = self._cache.device
+        blocks_used = int(last_positions[-1]) // self.cache.block_size + 1
+        device = self.cache.device
         with self._ranks.together():
             where = torch.from_numpy(positions)
-            moved, slots = (where + shift).to(device), self._cache.slots(block_ids, where)
+            moved, slots = (where + shift).to(device), self.cache.slots(block_ids, where)
             table = torch.tensor(list(block_ids[:blocks_used]), dtype=torch.int32)
             metadata = compat.attention_metadata(
                 self._builder,

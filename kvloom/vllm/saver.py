@@ -9,15 +9,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import torch
 from vllm.logger import init_logger
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import BlockHeader, Store, Task
 from kvloom.vllm.buffers import Buffer
+from kvloom.vllm.grouped_cache import GroupedCache
 from kvloom.vllm.metadata import SaveChunk, SavePlan
 from kvloom.vllm.metrics import Metrics
-from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.stored_form import StoredForm
 
 logger = init_logger(__name__)
@@ -37,7 +36,7 @@ class Saver:
         self,
         config: KvloomConfig,
         store: Store,
-        cache: PagedCache,
+        cache: GroupedCache,
         form: StoredForm,
         metrics: Metrics,
     ) -> None:
@@ -62,10 +61,7 @@ class Saver:
             if buffer is None:
                 self._drop(plan.chunks[number:])
                 break
-            tokens = len(chunk.token_ids)
-            where = torch.arange(chunk.position, chunk.position + tokens)
-            slots = self._cache.slots(plan.block_ids, where)
-            if not self._form.gather(slots, buffer):
+            if not self._form.gather(plan.tables, chunk.position, buffer):
                 self._buffers.release(buffer)
                 self._lost.append(chunk.key)
                 continue

@@ -29,6 +29,7 @@ from kvloom.tokens.analyzer import ChunkAnalyzer
 from kvloom.tokens.hashing import blended_key, prefix_keys
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
+from kvloom.vllm.grouped_cache import Tables, first_held
 from kvloom.vllm.identity import Scopes
 from kvloom.vllm.metadata import (
     LoadPlan,
@@ -118,6 +119,9 @@ class BlendScheduler:
 
     Args:
         saves, loads: what the connector's role allows (spec row B3).
+        windows: some layers keep the blocks of a window only. Nothing is blended then, and a load
+            is all or nothing: before a part of it there may be no blocks to go on from. So the
+            request waits for it.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class BlendScheduler:
         block_size: int,
         loads: bool,
         saves: bool,
+        windows: bool = False,
     ) -> None:
         self._config = config
         self._index = index
@@ -138,6 +143,7 @@ class BlendScheduler:
         self._analyzer = ChunkAnalyzer(config.blend_chunk_size, config.min_match_ratio)
         self._block_size = block_size
         self._can_blend = config.blend
+        self._windows = windows
         self._loads = loads
         self._saves = saves
         self._scopes = Scopes()
@@ -243,11 +249,17 @@ class BlendScheduler:
         self._time(output.total_num_scheduled_tokens, metadata)
         return metadata
 
-    def take_report(self, report: WorkerReport, arrived: Collection[str] = ()) -> None:
+    def take_report(
+        self,
+        report: WorkerReport,
+        arrived: Collection[str] = (),
+        failed: Collection[str] = (),
+    ) -> None:
         """What the worker found: once what it can't do, and after each load how it went.
 
         Args:
-            arrived: requests whose load between steps has ended.
+            arrived: requests whose load between steps has ended; failed: those of them that have
+                nothing of it.
         """
         if report.obstacle is not None:
             self._can_blend = False
@@ -265,12 +277,15 @@ class BlendScheduler:
             self._metrics.took("recompute", load.compute_ms / 1e3)
             state = self._states.get(request_id) or self._unreported.pop(request_id, None)
             if state is not None:
-                state.report = load
-                _tell(request_id, self._figures(state))
+                state.report = load if state.report is None else state.report.with_(load)
+                if not state.between_steps:
+                    _tell(request_id, self._figures(state))
         for request_id in self._states.keys() & arrived:
             state = self._states[request_id]
             state.between_steps = False
-            state.gave_up = request_id not in report.loads
+            state.gave_up = state.report is None or request_id in failed
+            if not state.gave_up:
+                _tell(request_id, self._figures(state))
 
     def drop(self, request_id: str) -> None:
         """Leave a request alone from now on: something about it went wrong, its KV is vLLM's."""
@@ -358,7 +373,10 @@ class BlendScheduler:
             )
 
     def _should_wait(self, state: RequestState, match: Match) -> bool:
-        """Whether others would have to wait longer than a slice for this load (spec row B17)."""
+        """Whether the load is filled between steps: where others would have to wait longer than a
+        slice for it (spec row B17), and where a failed one can't be mended within a step."""
+        if self._windows:
+            return True
         if not self._config.blend_async or match.cost <= self._config.blend_tokens_per_step:
             return False
         return any(other != state.request.request_id for other in self._admitted)
@@ -411,7 +429,7 @@ class BlendScheduler:
             ]
         return LoadPlan(
             state.request.request_id,
-            compat.block_ids(self._kv_cache_manager, state.request.request_id),
+            compat.block_tables(self._kv_cache_manager, state.request.request_id),
             match.local,
             tokens,
             pieces,
@@ -420,6 +438,7 @@ class BlendScheduler:
             [(run.start, run.end) for run in match.blend.runs] if match.blend else [],
             match.choose,
             state.between_steps,
+            self._windows,
         )
 
     def _prefix_pieces(self, keys: list[bytes], start: int, end: int) -> list[Piece]:
@@ -450,7 +469,10 @@ class BlendScheduler:
         if state.generation > int(self._config.reuse_blended):
             return None
         self._extend_keys(state, complete * size)
-        numbers = self._computed(state, complete)
+        tables = compat.block_tables(self._kv_cache_manager, request.request_id)
+        numbers = [
+            number for number in self._computed(state, complete) if self._held(tables, number)
+        ]
         state.saved = complete
         chunks = [self._chunk(state, number) for number in numbers]
         known = self._index.known([chunk.key for chunk in chunks])
@@ -468,9 +490,15 @@ class BlendScheduler:
             generations=state.generation,
             created_ns=time.time_ns(),
         )
-        blocks = compat.block_ids(self._kv_cache_manager, request.request_id)
         return SavePlan(
-            request.request_id, state.scope, blocks, state.generation, chunks, last=last
+            request.request_id, state.scope, tables, state.generation, chunks, last=last
+        )
+
+    def _held(self, tables: Tables, number: int) -> bool:
+        """Whether all groups have a chunk: of the engine's own hits they may have let go."""
+        start, size = number * self._config.blend_chunk_size, self._config.blend_chunk_size
+        return not self._windows or all(
+            first_held(table, self._block_size, start, start + size) == start for table in tables
         )
 
     def _computed(self, state: RequestState, complete: int) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvloom.blend.int8 import Int8Form
 from kvloom.config import KvloomConfig
 from kvloom.vllm.buffers import Buffer, BufferPool
-from kvloom.vllm.paged_cache import PagedCache
+from kvloom.vllm.grouped_cache import GroupedCache, Tables
 
 
 class StoredForm:
@@ -19,7 +19,7 @@ class StoredForm:
         part_size: stored bytes of one layer's part of a chunk.
     """
 
-    def __init__(self, config: KvloomConfig, cache: PagedCache) -> None:
+    def __init__(self, config: KvloomConfig, cache: GroupedCache) -> None:
         self._cache = cache
         self._shape: tuple[int, ...] = cache.payload_shape(config.blend_chunk_size)
         self._dtype = cache.dtype
@@ -34,12 +34,12 @@ class StoredForm:
     def buffers(self, count: int) -> BufferPool:
         return BufferPool(self._shape, self._dtype, count)
 
-    def gather(self, slots: Tensor, buffer: Buffer) -> bool:
-        """Copy a chunk out of the cache; False: this form can't hold it."""
+    def gather(self, tables: Tables, start: int, buffer: Buffer) -> bool:
+        """Copy the chunk at position ``start`` out of the cache; False: this form can't hold it."""
         if self._int8 is None:
-            self._cache.gather(slots, buffer.tensor)
+            self._cache.gather(tables, start, buffer.tensor)
             return True
-        self._cache.gather(slots, self._chunk)
+        self._cache.gather(tables, start, self._chunk)
         return self._int8.encode(self._chunk, buffer.tensor)
 
     def payload(self, buffer: Buffer) -> Tensor:

@@ -18,8 +18,8 @@ from kvloom.config import KvloomConfig
 from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.filler import Filled, Filler
+from kvloom.vllm.grouped_cache import GroupedCache, Tables
 from kvloom.vllm.metadata import LoadPlan, SavePlan, WorkerReport
-from kvloom.vllm.paged_cache import PagedCache
 from kvloom.vllm.saver import Saver
 
 logger = init_logger(__name__)
@@ -48,7 +48,7 @@ class BlendWorker:
         self,
         config: KvloomConfig,
         store: Store,
-        cache: PagedCache,
+        cache: GroupedCache,
         filler: Filler,
         saver: Saver,
         *,
@@ -63,6 +63,7 @@ class BlendWorker:
         self._arrived: set[str] = set()
         self._failed_blocks: set[int] = set()  # of this step ...
         self._failed_before: deque[set[int]] = deque(maxlen=overlap)  # ... and of those before
+        self._failed_requests: set[str] = set()
         self._finished_saves: set[str] = set()
         self._report = WorkerReport()
         self._loaded_keys: list[bytes] = []
@@ -72,7 +73,7 @@ class BlendWorker:
 
         A plan that is to be filled between steps is only begun by ``advance``.
         """
-        if self._not_in_place(plan.block_ids):
+        if self._not_in_place(plan.tables):
             self._fail_from(plan, plan.start)  # it stands on what another plan could not fill
             if plan.between_steps:
                 self._arrived.add(plan.request_id)
@@ -108,7 +109,7 @@ class BlendWorker:
         """Copy a plan's chunks out and hand them to the store; never raises."""
         keys = [chunk.key for chunk in plan.chunks]
         try:
-            if self._not_in_place(plan.block_ids):
+            if self._not_in_place(plan.tables):
                 self._report.lost += keys  # vLLM computes these blocks again, in a later step
             else:
                 self._saver.save(plan)
@@ -133,10 +134,15 @@ class BlendWorker:
         self._failed_before.append(failed)
         return failed
 
-    def _not_in_place(self, block_ids: Collection[int]) -> bool:
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose load between steps came to nothing, since the last time."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def _not_in_place(self, tables: Tables) -> bool:
         """What stands on these blocks is worth nothing, and would be an exact hit for ever."""
         steps = (self._failed_blocks, *self._failed_before)
-        return any(not failed.isdisjoint(block_ids) for failed in steps)
+        return any(not failed.isdisjoint(table) for failed in steps for table in tables)
 
     def take_finished_saves(self) -> set[str]:
         finished, self._finished_saves = self._finished_saves, set()
@@ -191,6 +197,9 @@ class BlendWorker:
             self._fail_from(plan, filled.failed_from)
 
     def _fail_from(self, plan: LoadPlan, position: int) -> None:
+        if plan.whole:
+            self._failed_requests.add(plan.request_id)
+            return
         end = plan.start + len(plan.token_ids)
         first = position // self._cache.block_size
         self._failed_blocks.update(plan.block_ids[first : -(-end // self._cache.block_size)])

@@ -37,9 +37,14 @@ CONFIG: dict[str, Any] = {
 
 
 class Asked:
-    """An engine and how to ask it; the scheduler side is in this process."""
+    """An engine and how to ask it; the scheduler side is in this process.
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    Args:
+        folder: of the model, in ``model``, and of the store.
+        options: of vLLM.
+    """
+
+    def __init__(self, folder: Path, ranks: int, config: dict[str, Any], **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if ranks > 1:
@@ -49,8 +54,6 @@ class Asked:
         from vllm.config import KVTransferConfig
 
         self.store = folder / "store"
-        # A first pass up to layer 1 would leave nothing to differ in a model of two layers.
-        make_tiny_model(folder / "model", **SIZES, num_hidden_layers=4)
         self.llm = LLM(
             str(folder / "model"),
             skip_tokenizer_init=True,
@@ -58,20 +61,25 @@ class Asked:
             enforce_eager=True,
             tensor_parallel_size=ranks,
             max_model_len=1024,
-            kv_transfer_config=KVTransferConfig(**transfer_config(self.store, **CONFIG)),
+            kv_transfer_config=KVTransferConfig(**transfer_config(self.store, **config)),
+            **options,
         )
         core: Any = self.llm.llm_engine.engine_core
         connector = core.engine_core.scheduler.connector
         self.ours, self.namespace = connector._scheduler, connector._store.namespace
         self.ranks = ranks
 
-    def ask(self, prompt: list[int]) -> dict[str, Any]:
+    def ask(self, prompt: list[int], max_tokens: int = 8, *, fresh: bool = True) -> dict[str, Any]:
+        """Args:
+        fresh: vLLM's own prefix cache is emptied first.
+        """
         from vllm import SamplingParams
 
-        self.llm.reset_prefix_cache()
+        if fresh:
+            self.llm.reset_prefix_cache()
         params = SamplingParams(
             temperature=0,
-            max_tokens=8,
+            max_tokens=max_tokens,
             logprobs=1,
             detokenize=False,
             ignore_eos=True,
@@ -87,13 +95,13 @@ class Asked:
             ],
             "figures": {
                 name: report.get(name)
-                for name in ("exact", "reused", "recomputed", "new", "failed")
+                for name in ("exact", "local", "reused", "recomputed", "new", "failed")
             },
         }
 
-    def cold(self, prompt: list[int]) -> dict[str, Any]:
+    def cold(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         with idle(self.ours):
-            return self.ask(prompt)
+            return self.ask(prompt, max_tokens)
 
     def choose(self, share: float) -> None:
         """Recompute this share of what is reused; the workers are told how many tokens that is."""
@@ -124,7 +132,9 @@ class Asked:
 
 def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    asked = Asked(folder, ranks)
+    # A first pass up to layer 1 would leave nothing to differ in a model of two layers.
+    make_tiny_model(folder / "model", **SIZES, num_hidden_layers=4)
+    asked = Asked(folder, ranks, CONFIG)
     random = np.random.default_rng(3)
 
     def text(count: int) -> list[int]:

@@ -61,7 +61,8 @@ class Answer:
         tokens: generated token ids.
         figures: kvloom's report: exact, reused, recomputed, new, ...
         failed: tokens that should have been loaded and were computed instead.
-        kv: float32 [layers, 2, prompt tokens, heads, head_dim], as it lay in the cache at the end.
+        kv: float32 [layers, 2, prompt tokens, heads, head_dim], as it lay in the cache at the end;
+            0 where a window had left it behind.
         cached: tokens that vLLM counts as found, its own and ours.
     """
 
@@ -116,9 +117,9 @@ class Engine:
         self.scheduler.finish = finish_and_keep_kv
         take_report = self.scheduler.take_report
 
-        def keep_and_take_report(report: Any, arrived: Any) -> None:
+        def keep_and_take_report(report: Any, *ended: Any) -> None:
             self._loads |= report.loads
-            take_report(report, arrived)
+            take_report(report, *ended)
 
         self.scheduler.take_report = keep_and_take_report
 
@@ -237,10 +238,9 @@ class Engine:
 
     def _read_kv(self, request: Any) -> torch.Tensor:
         cache = self.worker._cache
-        blocks = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        where = torch.arange(request.num_prompt_tokens)
-        out = torch.empty(cache.payload_shape(len(where)), dtype=cache.dtype)
-        cache.gather(cache.slots(blocks, where), out)
+        tables = self.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        out = torch.zeros(cache.payload_shape(request.num_prompt_tokens), dtype=cache.dtype)
+        cache.gather(tables, 0, out)
         return out
 
 

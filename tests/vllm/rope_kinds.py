@@ -84,14 +84,12 @@ KINDS = {
     "qwen2": Kind({"model_type": "qwen2"}),
     "qwen3": Kind({"model_type": "qwen3", **HEADS_OF_32}),
     "mistral": Kind({"model_type": "mistral", "sliding_window": None, **HEADS_OF_32}),
-    "mistral-window": Kind(
-        {"model_type": "mistral", **WINDOWS}, "off", "only full attention is supported yet"
-    ),
-    "gemma2": Kind({"model_type": "gemma2", **WINDOWS}, "off", "2 KV cache groups"),
+    "mistral-window": Kind({"model_type": "mistral", **WINDOWS}, "exact", "a window of the tokens"),
+    "gemma2": Kind({"model_type": "gemma2", **WINDOWS}, "exact", "a window of the tokens"),
     "gemma3": Kind(
         {"model_type": "gemma3_text", **WINDOWS, "layer_types": LOCAL_AND_GLOBAL},
-        "off",
-        "2 KV cache groups",
+        "exact",
+        "a window of the tokens",
     ),
     "phi3-partial": Kind({"model_type": "phi3", "partial_rotary_factor": 0.5}),
     "gpt-neox": Kind({"model_type": "gpt_neox", **EACH_ITS_OWN}),
@@ -267,7 +265,7 @@ def _measure(engine: Any, text: Callable[[int], list[int]], findings: Findings) 
     findings.chosen_answer = chosen.tokens == cold.tokens
 
     worker = engine.worker
-    cache, count = worker._cache, 100
+    (cache,), count = worker._cache.groups, 100
     tokens, positions = np.asarray(text(count), dtype=np.int32), np.arange(count)
     blocks = list(range(3, 3 + -(-count // cache.block_size)))
     slots = cache.slots(blocks, torch.arange(count))

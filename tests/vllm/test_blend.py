@@ -79,7 +79,7 @@ def test_new_tokens_see_the_blended_cache_before_them(engine: Engine) -> None:
     prompt = prose(engine, 42, 100) + document + prose(engine, 43, 100)
     blend = engine.ask(prompt)
     computed = np.flatnonzero(np.array(blend.figures["origins"]) >= 2).astype(np.int64)
-    cache, recompute = engine.worker._cache, engine.worker._filler._engine
+    (cache,), recompute = engine.worker._cache.groups, engine.worker._filler._engine
     blocks = list(range(3, 3 + -(-len(prompt) // cache.block_size)))
     slots = cache.slots(blocks, torch.arange(len(prompt)))
     cache.scatter(blend.kv, slots)

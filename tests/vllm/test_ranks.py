@@ -10,7 +10,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvloom.vllm.hf3fs_connector import _share, _why_off
+from kvloom.vllm.connector import why_off
+from kvloom.vllm.hf3fs_connector import _share
 from kvloom.vllm.hf3fs_transfers import Share
 from tests.hf3fs.service import running
 
@@ -77,9 +78,9 @@ def test_ranks_that_hold_parts_of_a_blocks_tokens_are_refused() -> None:
     scheduler = SimpleNamespace(enable_chunked_prefill=True)
     vllm_config: Any = SimpleNamespace(parallel_config=parallel, scheduler_config=scheduler)
     caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=LATENT)])
-    assert _why_off(vllm_config, caches) == "context parallelism is not supported yet"
+    assert why_off(vllm_config, caches) == "context parallelism is not supported yet"
     parallel.decode_context_parallel_size = 1
-    assert _why_off(vllm_config, caches) is None
+    assert why_off(vllm_config, caches) is None
 
 
 def test_latents_are_left_alone_where_the_engine_can_not_go_on_from_a_prefix() -> None:
@@ -91,6 +92,6 @@ def test_latents_are_left_alone_where_the_engine_can_not_go_on_from_a_prefix() -
         scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
     )
     caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=LATENT)])
-    assert "chunked prefill is off" in (_why_off(vllm_config, caches) or "")
+    assert "chunked prefill is off" in (why_off(vllm_config, caches) or "")
     caches.kv_cache_groups[0].kv_cache_spec = FULL
-    assert _why_off(vllm_config, caches) is None
+    assert why_off(vllm_config, caches) is None

@@ -50,7 +50,7 @@ def test_scattered_tokens_are_put_back_as_full_prefill_had_them(
     has more groups than the engine has requests: attention backends keep buffers for those."""
     prompt = np.asarray(prose(engine, 7, 500), dtype=np.int32)
     cold = engine.cold(prompt.tolist())
-    cache, recompute = engine.worker._cache, engine.worker._filler._engine
+    (cache,), recompute = engine.worker._cache.groups, engine.worker._filler._engine
     monkeypatch.setattr(recompute, "_max_groups", most)
     seen: list[int] = []
     build = compat.attention_metadata

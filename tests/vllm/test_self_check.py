@@ -19,7 +19,7 @@ from .engines import Engine
 def check(engine: Engine) -> SelfCheck:
     worker = engine.worker
     config = engine.llm.llm_engine.vllm_config
-    return SelfCheck(config, worker._filler._engine, worker._cache, Ranks())
+    return SelfCheck(config, worker._filler._engine, worker._filler._engine.cache, Ranks())
 
 
 def test_a_sound_model_passes_and_its_cache_is_left_as_it_was(

@@ -41,7 +41,7 @@ class Saves:
 def save_plan(name: str, blocks: list[int], position: int) -> SavePlan:
     tokens = np.zeros(BLOCK, np.int32)
     chunk = SaveChunk(f"{name}{position}".encode(), b"", position, tokens)
-    return SavePlan(name, b"", blocks, 0, [chunk])
+    return SavePlan(name, b"", [blocks], 0, [chunk])
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -56,7 +56,7 @@ def test_nothing_that_stands_on_a_failed_load_is_stored(overlap: int) -> None:
     worker = BlendWorker(config, store, cache, filler, saver, overlap=overlap)
     blocks = [4, 5, 6, 7]
     tokens = np.zeros(2 * BLOCK, np.int32)
-    worker.load(LoadPlan("a", blocks, 0, tokens, [], np.empty(0, np.int64)))
+    worker.load(LoadPlan("a", [blocks], 0, tokens, [], np.empty(0, np.int64)))
     for step in range(overlap + 1):
         worker.save(save_plan("a", blocks, (2 + step) * BLOCK))
         worker.save(save_plan("b", [8, 9], step * BLOCK))
