@@ -1,7 +1,7 @@
 """Whether reuse is worth its time: loading and recomputing against prefill (spec row B19).
 
-Both rates are learned from what runs. They are compared as a price: what a loaded token costs, in
-computed ones.
+The rates are learned from what runs, and told as prices: what a token that is loaded, or computed
+in the middle of a blend, costs in tokens of a prefill.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class CostRule:
         self._min_gain = min_gain
         self._clock = clock
         self._loads: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED)
+        self._blends: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED)
         self._computes: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def loaded(self, tokens: int, ms: float) -> None:
@@ -39,29 +40,43 @@ class CostRule:
         if tokens >= FEW_TOKENS or not tokens:
             self._loads.append((self._clock(), tokens, ms))
 
+    def blended(self, tokens: int, ms: float) -> None:
+        """``tokens`` were computed where a blend needs them, within ``ms``."""
+        if tokens >= FEW_TOKENS:
+            self._blends.append((self._clock(), tokens, ms))
+
     def computed(self, tokens: int, ms: float) -> None:
+        """A prefill of ``tokens`` took ``ms``."""
         if tokens >= FEW_TOKENS:
             self._computes.append((tokens, ms))
 
     @property
     def price(self) -> float:
-        """Of a loaded token, in computed ones.
+        """Of a loaded token."""
+        return self._price(self._loads, LOADED_PRICE)
 
-        A load is believed for a minute: a store that was too slow is then tried again, or it would
-        never be used any more.
-        """
-        while self._loads and self._loads[0][0] < self._clock() - _BELIEVED_S:
-            self._loads.popleft()
-        if not self._loads or not self._computes:
-            return LOADED_PRICE
-        return _rate((t, ms) for _, t, ms in self._loads) / _rate(self._computes)
+    @property
+    def blended_price(self) -> float:
+        """Of a token computed in a blend: many small groups take longer than one large one, and
+        never less (on a GPU no more is known than how long it took to launch them)."""
+        return max(self._price(self._blends, 1.0), 1.0)
+
+    def _price(self, seen: deque[tuple[float, int, float]], unknown: float) -> float:
+        """What was seen is believed for a minute: what was too slow is then tried again, or it
+        would never be used any more."""
+        while seen and seen[0][0] < self._clock() - _BELIEVED_S:
+            seen.popleft()
+        if not seen or not self._computes:
+            return unknown
+        return _rate((tokens, ms) for _, tokens, ms in seen) / _rate(self._computes)
 
     def worth(self, *, loaded: int, computed: int) -> bool:
         """Whether to load ``loaded`` tokens and compute ``computed`` rather than compute all."""
         if self._min_gain is None:
             return True
         full = loaded + computed
-        return self.price * loaded + computed <= (1 - self._min_gain) * full
+        cost = self.price * loaded + self.blended_price * computed
+        return cost <= (1 - self._min_gain) * full
 
 
 def _rate(samples: Iterable[tuple[int, float]]) -> float:

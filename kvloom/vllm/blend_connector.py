@@ -143,6 +143,7 @@ class BlendConnector(KvloomConnector):
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             windows=has_windows(self._kv_cache_config),
+            overlaps=bool(self._vllm_config.scheduler_config.async_scheduling),
         )
         logger.info(
             "kvloom: %d chunks of %d tokens known in %s (%s)",
@@ -207,8 +208,7 @@ class BlendConnector(KvloomConnector):
                 ranks=ranks,
             )
             saver = Saver(self.config, store, cache, form, self._metrics)
-        overlap = int(bool(config.scheduler_config.async_scheduling))
-        return BlendWorker(self.config, store, cache, filler, saver, overlap=overlap)
+        return BlendWorker(self.config, store, cache, filler, saver)
 
     def _make_blending(
         self, cache: PagedCache, layers: dict[str, Any], ranks: Ranks
@@ -253,8 +253,7 @@ class BlendConnector(KvloomConnector):
                     self._unserved_blocks.update(plan.block_ids)
             return
         self._worker.cancel(metadata.cancelled)
-        for plan in metadata.loads:
-            self._worker.load(plan)
+        self._worker.load(metadata.loads)
         self._worker.advance()
 
     @guarded(lambda: None)
@@ -304,8 +303,8 @@ class BlendConnector(KvloomConnector):
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KvloomStats | None:
-        # Where blocks are loaded, and only then: a store may take long to say what it has done.
-        if self._worker is not None and self._store is not None and self._metadata().loads:
+        # Where blocks were loaded, and only then: a store may take long to say what it has done.
+        if self._worker is not None and self._store is not None and self._worker.has_loaded:
             self._metrics.store_totals(self._store.stats())
         return super().get_kv_connector_stats()
 

@@ -20,12 +20,16 @@ class Budget:
     Attributes:
         limited: the load runs between steps, in slices, and waits for nothing; else it is done
             within one step.
+        asked: when the load was, monotonic seconds; others may have been done before it.
         left: tokens that this step can still afford.
+        waited_s: time between steps in which the store is known to have been the one that was late.
     """
 
-    def __init__(self, *, limited: bool) -> None:
+    def __init__(self, *, limited: bool, asked: float) -> None:
         self.limited = limited
+        self.asked = asked
         self.left = 0.0 if limited else math.inf
+        self.waited_s = 0.0
         self._worked_s = 0.0
         self._since = time.perf_counter()
 

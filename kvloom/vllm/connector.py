@@ -197,6 +197,8 @@ def why_off(
         known = type(spec) in kinds if windows else type(spec) is FullAttentionSpec
         if not known and (type(spec) is not MLAAttentionSpec or len(groups) > 1):
             return f"layers of {type(spec).__name__} are not supported yet"
+        if getattr(spec, "non_causal", False):
+            return "tokens of this model's prompts attend to later ones: no prefix is exact"
         if is_windowed(spec) and not windows:
             return f"only full attention is supported yet, not {type(spec).__name__} of a window"
         if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:

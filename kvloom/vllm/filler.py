@@ -8,7 +8,6 @@ it, or where nothing has arrived from the store yet.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.correction import Correction
 from kvloom.vllm.grouped_cache import GroupedCache
-from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece
+from kvloom.vllm.metadata import LoadPlan, LoadReport, Piece, failures, positions
 from kvloom.vllm.ranks import Ranks
 from kvloom.vllm.reader import PieceReader
 from kvloom.vllm.recompute import RecomputeEngine
@@ -41,12 +40,14 @@ class Filled:
     Attributes:
         loaded, lost: keys that were, and could not be, loaded.
         failed_from: tokens from here on are not in place, for the model can't be called; else None.
+        computed: tokens that the model was called for.
         report: set when all is done.
     """
 
     loaded: list[bytes] = field(default_factory=list)
     lost: list[bytes] = field(default_factory=list)
     failed_from: int | None = None
+    computed: int = 0
     report: LoadReport | None = None
 
 
@@ -105,15 +106,18 @@ class Filler:
         loaded_s = budget.worked_s() - loading.rotate_s
         with self._ranks.in_step():
             chosen = yield from self._compute(plan, failed, filled, budget)
-        lost = _positions(failed)
+        lost = positions(failed)
+        if filled.failed_from is not None:
+            everything = positions(plan.pieces)
+            lost = everything[everything >= (plan.start if plan.whole else filled.failed_from)]
         filled.report = LoadReport(
-            loaded_tokens=sum(piece.length for piece in plan.pieces) - len(lost),
-            failed_tokens=len(lost),
-            failed_exact=int((lost < plan.exact).sum()),
-            failed_reused=len(np.setdiff1d(lost[lost >= plan.exact], plan.compute)),
+            loaded_tokens=sum(piece.length for piece in plan.pieces if piece not in failed),
+            **failures(plan, lost),
             chosen=chosen,
+            computed_tokens=filled.computed,
             bytes_read=loading.bytes_read,
             load_ms=loaded_s * 1e3,
+            waited_ms=budget.waited_s * 1e3,
             rotate_ms=loading.rotate_s * 1e3,
             compute_ms=(budget.worked_s() - loaded_s - loading.rotate_s) * 1e3,
         )
@@ -123,7 +127,7 @@ class Filler:
         self, plan: LoadPlan, loading: _Loading, filled: Filled, budget: Budget
     ) -> Slices[None]:
         reader = self._between if budget.limited else self._within
-        for found in reader.read(plan.pieces, waits=not budget.limited):
+        for found in reader.read(plan.pieces, budget):
             if found is None:
                 yield
                 continue
@@ -149,27 +153,28 @@ class Filler:
         self, plan: LoadPlan, failed: list[Piece], filled: Filled, budget: Budget
     ) -> Slices[int]:
         """Compute what must be, and what the policy chooses; answers how many it chose."""
-        positions = np.union1d(plan.compute, _positions(failed))
-        chosen = yield from self._choose(plan, positions, budget)
-        positions = np.union1d(positions, chosen)
-        if not positions.size:
+        wanted = np.union1d(plan.compute, positions(failed))
+        chosen = yield from self._choose(plan, wanted, budget)
+        wanted = np.union1d(wanted, chosen)
+        if not wanted.size:
             return 0
         if self._engine is None:
-            filled.failed_from = int(positions[0])
+            filled.failed_from = int(wanted[0])
             return 0
-        loaded = _positions(
+        filled.computed = len(wanted)
+        loaded = positions(
             [piece for piece in plan.pieces if piece.start >= plan.exact and piece not in failed]
         )
         correction = Correction(
             self._engine.cache,
             plan.block_ids,
-            list(samples_and_rest(plan.runs, loaded, positions)),
+            list(samples_and_rest(plan.runs, loaded, wanted)),
             part=self._policy.correction,
         )
         with self._ranks.together():
             yield from correction.measure(budget)
         # New tokens behind the last run see the corrected KV; those before its end can't.
-        before, behind = np.split(positions, [np.searchsorted(positions, correction.end)])
+        before, behind = np.split(wanted, [np.searchsorted(wanted, correction.end)])
         yield from self._run_model(self._engine, plan, before, budget)
         with self._ranks.together():
             yield from correction.apply(budget)
@@ -177,17 +182,17 @@ class Filler:
         return len(chosen)
 
     def _run_model(
-        self, engine: RecomputeEngine, plan: LoadPlan, positions: Positions, budget: Budget
+        self, engine: RecomputeEngine, plan: LoadPlan, wanted: Positions, budget: Budget
     ) -> Slices[None]:
-        while positions.size:
-            now, positions = np.split(positions, [budget.take(len(positions))])
+        while wanted.size:
+            now, wanted = np.split(wanted, [budget.take(len(wanted))])
             engine.compute(plan.block_ids, plan.token_ids[now - plan.start], now)
             if budget.spent:
                 yield
 
-    def _choose(self, plan: LoadPlan, positions: Positions, budget: Budget) -> Slices[Positions]:
+    def _choose(self, plan: LoadPlan, wanted: Positions, budget: Budget) -> Slices[Positions]:
         end = plan.start + len(plan.token_ids)
-        candidates = np.setdiff1d(np.arange(plan.exact, end), positions)
+        candidates = np.setdiff1d(np.arange(plan.exact, end), wanted)
         if self._engine is None or not isinstance(self._policy, LookingPolicy):
             return _NOTHING
         if not plan.choose or not candidates.size:
@@ -200,7 +205,7 @@ class Filler:
                 count=plan.choose,
                 start=plan.start,
                 candidates=candidates,
-                positions=positions,
+                positions=wanted,
                 budget=budget,
             )
         )
@@ -209,9 +214,3 @@ class Filler:
         if self._corrector is None:
             raise RuntimeError(f"a plan moves keys by {delta}, but this model's are not rotated")
         self._corrector.rotate_(payload[:, 0], delta)
-
-
-def _positions(pieces: Sequence[Piece]) -> Positions:
-    """Of the prompt, that pieces are loaded to."""
-    ranges = [np.arange(piece.start, piece.start + piece.length) for piece in pieces]
-    return np.concatenate([*ranges, _NOTHING])

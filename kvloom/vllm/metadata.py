@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -116,20 +117,29 @@ class LoadReport:
         failed_tokens: tokens that should have been loaded and were computed instead; of these
             failed_exact of the exact prefix, and failed_reused that no policy would have computed.
         chosen: tokens that were loaded and, by the policy's choice, computed anew.
+        computed_tokens: tokens that the model was called for.
         bytes_read: payload bytes read from the store.
         load_ms, rotate_ms, compute_ms: time in the engine's steps for reading and writing to the
             cache, for rotating, and for the model.
+        waited_ms: time between the steps in which the store was late.
     """
 
     loaded_tokens: int
     failed_tokens: int
     failed_exact: int
     failed_reused: int
-    chosen: int
-    bytes_read: int
-    load_ms: float
-    rotate_ms: float
-    compute_ms: float
+    chosen: int = 0
+    computed_tokens: int = 0
+    bytes_read: int = 0
+    load_ms: float = 0.0
+    waited_ms: float = 0.0
+    rotate_ms: float = 0.0
+    compute_ms: float = 0.0
+
+    @classmethod
+    def of_nothing(cls, plan: LoadPlan) -> LoadReport:
+        """Of a plan that came to nothing."""
+        return cls(0, **failures(plan, positions(plan.pieces)))
 
     def with_(self, other: LoadReport) -> LoadReport:
         """Of two ranks: their bytes, and the times of the slower one."""
@@ -137,9 +147,25 @@ class LoadReport:
             self,
             bytes_read=self.bytes_read + other.bytes_read,
             load_ms=max(self.load_ms, other.load_ms),
+            waited_ms=max(self.waited_ms, other.waited_ms),
             rotate_ms=max(self.rotate_ms, other.rotate_ms),
             compute_ms=max(self.compute_ms, other.compute_ms),
         )
+
+
+def positions(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
+    """Of the prompt, that pieces are loaded to."""
+    ranges = [np.arange(piece.start, piece.start + piece.length) for piece in pieces]
+    return np.concatenate([*ranges, np.empty(0, dtype=np.int64)])
+
+
+def failures(plan: LoadPlan, lost: npt.NDArray[np.int64]) -> dict[str, int]:
+    """What a report says of positions that should have been loaded."""
+    return {
+        "failed_tokens": len(lost),
+        "failed_exact": int((lost < plan.exact).sum()),
+        "failed_reused": len(np.setdiff1d(lost[lost >= plan.exact], plan.compute)),
+    }
 
 
 @dataclass(frozen=True, slots=True)

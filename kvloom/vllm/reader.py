@@ -3,6 +3,7 @@ is written to the cache."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from kvloom.config import KvloomConfig
 from kvloom.store.base import Store, Task
+from kvloom.vllm.budget import Budget
 from kvloom.vllm.buffers import Buffer
 from kvloom.vllm.metadata import Piece
 from kvloom.vllm.stored_form import StoredForm
@@ -26,22 +28,29 @@ class _Wave:
 
 
 class PieceReader:
-    """Reads the pieces of one plan at a time, in buffers of its own."""
+    """Reads the pieces of one plan at a time, in buffers of its own.
+
+    A store that hangs is waited for ``load_timeout_s`` by all plans together that were there
+    meanwhile, not by one after the other.
+    """
 
     def __init__(self, store: Store, form: StoredForm, config: KvloomConfig) -> None:
         self._store = store
         self._config = config
         self._buffers = form.buffers(_WAVE * _WAVES_AHEAD)
+        self._gave_up = -math.inf
 
     def read(
-        self, pieces: list[Piece], *, waits: bool
+        self, pieces: list[Piece], budget: Budget
     ) -> Iterator[tuple[Piece, Buffer | None] | None]:
         """Pieces with their chunks' payloads (None: failed), each valid until the next.
 
-        Args:
-            waits: for the store; otherwise None comes wherever the next wave is not there yet.
+        With a limited budget None comes wherever the next wave is not there yet; else it is waited
+        for.
         """
-        ends = time.monotonic() + self._config.load_timeout_s
+        waited_already = budget.asked < self._gave_up
+        begins = budget.asked if waited_already else time.monotonic()
+        ends = begins + self._config.load_timeout_s
         waiting = deque(_batches(pieces, _WAVE))
         flying: deque[_Wave] = deque()
         try:
@@ -49,10 +58,15 @@ class PieceReader:
                 while waiting and len(flying) < _WAVES_AHEAD:
                     flying.append(self._submit(waiting.popleft()))
                 wave = flying[0]
-                while not (waits or wave.task.check() or time.monotonic() > ends):
+                seen_late: float | None = None
+                while budget.limited and not wave.task.check() and (now := time.monotonic()) < ends:
+                    budget.waited_s += now - (seen_late or now)
+                    seen_late = now
                     yield None
                 for entry, done in wave.task.as_completed(max(ends - time.monotonic(), 0.0)):
                     yield wave.pieces[entry], wave.buffers[entry] if done else None
+                if time.monotonic() >= ends:
+                    self._gave_up = time.monotonic()
                 self._land(flying.popleft())
         finally:
             for wave in flying:

@@ -61,7 +61,13 @@ class Saver:
             if buffer is None:
                 self._drop(plan.chunks[number:])
                 break
-            if not self._form.gather(plan.tables, chunk.position, buffer):
+            try:
+                gathered = self._form.gather(plan.tables, chunk.position, buffer)
+            except Exception:
+                for taken in [*buffers, buffer]:
+                    self._buffers.release(taken)
+                raise
+            if not gathered:
                 self._buffers.release(buffer)
                 self._lost.append(chunk.key)
                 continue

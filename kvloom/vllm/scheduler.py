@@ -120,8 +120,9 @@ class BlendScheduler:
     Args:
         saves, loads: what the connector's role allows (spec row B3).
         windows: some layers keep the blocks of a window only. Nothing is blended then, and a load
-            is all or nothing: before a part of it there may be no blocks to go on from. So the
-            request waits for it.
+            is all or nothing: before a part of it there may be no blocks to go on from.
+        overlaps: the engine plans a step before it knows what became of the one before, and takes
+            that step's token for good (asynchronous scheduling).
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class BlendScheduler:
         loads: bool,
         saves: bool,
         windows: bool = False,
+        overlaps: bool = False,
     ) -> None:
         self._config = config
         self._index = index
@@ -144,6 +146,7 @@ class BlendScheduler:
         self._block_size = block_size
         self._can_blend = config.blend
         self._windows = windows
+        self._overlaps = overlaps
         self._loads = loads
         self._saves = saves
         self._scopes = Scopes()
@@ -181,8 +184,11 @@ class BlendScheduler:
     def reset(self) -> None:
         """The weights may be others from now on."""
         self._scopes.reset()
-        for state in self._states.values():
-            state.scope = self._scopes.scope(state.request, state.request.cache_salt)
+        for request_id, state in list(self._states.items()):
+            try:
+                state.scope = self._scopes.scope(state.request, state.request.cache_salt)
+            except OSError:  # the adapter's files are gone
+                self.drop(request_id)
             state.keys, state.match = [], None
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -231,8 +237,7 @@ class BlendScheduler:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Plans for the workers: of the requests admitted and scheduled in this step."""
-        metadata = StepMetadata(saves=self._last_saves, cancelled=self._cancelled)
-        self._last_saves, self._cancelled = [], []
+        metadata = StepMetadata()
         pending, self._pending = self._pending, []
         for admitted in pending:
             if admitted.pending is not None:
@@ -246,7 +251,11 @@ class BlendScheduler:
             save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
             if save is not None:
                 metadata.saves.append(save)
-        self._time(output.total_num_scheduled_tokens, metadata)
+        self._time(output, metadata)
+        # Last, for what fails above must not lose them: vLLM would hold their blocks for ever.
+        metadata.saves += self._last_saves
+        metadata.cancelled = self._cancelled
+        self._last_saves, self._cancelled = [], []
         return metadata
 
     def take_report(
@@ -301,9 +310,9 @@ class BlendScheduler:
             Whether its blocks must stay until its last chunks are saved, and the figures that the
             client asked for by ``kv_transfer_params: {"kvloom_report": true}``.
         """
-        self._admitted.pop(request.request_id, None)
+        was_admitted = self._admitted.pop(request.request_id, None) is not None
         state = self._states.pop(request.request_id, None)
-        if state is None:
+        if state is None or not was_admitted:
             return False, None
         if state.between_steps:
             # The engine counts its tokens as computed, but they are not: nothing of it is saved.
@@ -373,18 +382,22 @@ class BlendScheduler:
             )
 
     def _should_wait(self, state: RequestState, match: Match) -> bool:
-        """Whether the load is filled between steps: where others would have to wait longer than a
-        slice for it (spec row B17), and where a failed one can't be mended within a step."""
-        if self._windows:
+        """Whether the engine lets the request wait for its load: where others would have to wait
+        longer than a slice for it (spec row B17), and where vLLM could not mend the answer if the
+        load failed within the step that counts on it."""
+        if self._windows or self._overlaps:
             return True
         if not self._config.blend_async or match.cost <= self._config.blend_tokens_per_step:
             return False
         return any(other != state.request.request_id for other in self._admitted)
 
-    def _time(self, tokens: int, metadata: StepMetadata) -> None:
+    def _time(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Have the worker tell when a step of prefill alone is over: what a token costs it."""
-        now = time.monotonic()
-        if tokens < FEW_TOKENS or (self._timed is not None and now < self._timed[0] + _LOST_S):
+        now, tokens = time.monotonic(), output.total_num_scheduled_tokens
+        decoded = sum(count for count in output.num_scheduled_tokens.values() if count < FEW_TOKENS)
+        if tokens < FEW_TOKENS or 10 * decoded > tokens:
+            return
+        if self._timed is not None and now < self._timed[0] + _LOST_S:
             return
         if metadata.loads or any(state.between_steps for state in self._states.values()):
             return
@@ -397,7 +410,8 @@ class BlendScheduler:
             self._timed = None
             self._cost.computed(tokens, (time.monotonic() - began) * 1e3)
         for load in report.loads.values():
-            self._cost.loaded(load.loaded_tokens, load.load_ms + load.rotate_ms)
+            self._cost.loaded(load.loaded_tokens, load.load_ms + load.waited_ms + load.rotate_ms)
+            self._cost.blended(load.computed_tokens, load.compute_ms)
 
     def _may_blend(self, request: Any) -> bool:
         # A LoRA request's forward needs the adapter's own token mapping, which a nested forward

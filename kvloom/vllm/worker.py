@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -18,8 +18,8 @@ from kvloom.config import KvloomConfig
 from kvloom.store.base import Store
 from kvloom.vllm.budget import Budget, Slices
 from kvloom.vllm.filler import Filled, Filler
-from kvloom.vllm.grouped_cache import GroupedCache, Tables
-from kvloom.vllm.metadata import LoadPlan, SavePlan, WorkerReport
+from kvloom.vllm.grouped_cache import GroupedCache
+from kvloom.vllm.metadata import LoadPlan, LoadReport, SavePlan, WorkerReport
 from kvloom.vllm.saver import Saver
 
 logger = init_logger(__name__)
@@ -38,10 +38,6 @@ class BlendWorker:
     """Executes load and save plans in the engine's worker thread.
 
     What the filler can't put in place is reported to vLLM, which computes those blocks itself.
-
-    Args:
-        overlap: steps that the engine plans before it knows what became of one (asynchronous
-            scheduling): they still count on blocks whose load failed.
     """
 
     def __init__(
@@ -51,8 +47,6 @@ class BlendWorker:
         cache: GroupedCache,
         filler: Filler,
         saver: Saver,
-        *,
-        overlap: int = 0,
     ) -> None:
         self._config = config
         self._store = store
@@ -61,29 +55,32 @@ class BlendWorker:
         self._saver = saver
         self._between_steps: deque[_Load] = deque()
         self._arrived: set[str] = set()
-        self._failed_blocks: set[int] = set()  # of this step ...
-        self._failed_before: deque[set[int]] = deque(maxlen=overlap)  # ... and of those before
+        self._failed_blocks: set[int] = set()  # not yet reported
+        self._not_in_place: set[int] = set()  # in this step
         self._failed_requests: set[str] = set()
         self._finished_saves: set[str] = set()
         self._report = WorkerReport()
         self._loaded_keys: list[bytes] = []
 
-    def load(self, plan: LoadPlan) -> None:
-        """Put a plan's KV in place, or report its blocks as failed; never raises.
+    def load(self, plans: Sequence[LoadPlan]) -> None:
+        """Put the KV of a step's plans in place, or report it as failed; never raises.
 
-        A plan that is to be filled between steps is only begun by ``advance``.
+        A plan that is filled in slices is only begun by ``advance``.
         """
-        if self._not_in_place(plan.tables):
-            self._fail_from(plan, plan.start)  # it stands on what another plan could not fill
+        asked = time.monotonic()
+        for plan in plans:
+            sliced = plan.between_steps and self._config.blend_async
+            budget = Budget(limited=sliced, asked=asked)
+            load = _Load(plan, budget, self._fill(plan, budget))
+            if self._stands_on_garbage(plan):
+                self._fail(plan)  # what another plan could not fill
+            elif sliced:
+                self._between_steps.append(load)
+                continue
+            else:
+                self._go_on(load, 0.0)
             if plan.between_steps:
                 self._arrived.add(plan.request_id)
-            return
-        budget = Budget(limited=plan.between_steps)
-        load = _Load(plan, budget, self._fill(plan, budget))
-        if plan.between_steps:
-            self._between_steps.append(load)
-        else:
-            self._go_on(load, 0.0)
 
     def advance(self) -> None:
         """Go on with the loads between steps, as far as one step may be held up; never raises."""
@@ -109,7 +106,7 @@ class BlendWorker:
         """Copy a plan's chunks out and hand them to the store; never raises."""
         keys = [chunk.key for chunk in plan.chunks]
         try:
-            if self._not_in_place(plan.tables):
+            if self._stands_on_garbage(plan):
                 self._report.lost += keys  # vLLM computes these blocks again, in a later step
             else:
                 self._saver.save(plan)
@@ -124,6 +121,8 @@ class BlendWorker:
 
         Not earlier, so that it takes nothing from the time to the first token.
         """
+        # Not earlier: with speculative decoding vLLM asks for the failures before it saves.
+        self._not_in_place.clear()
         self._saver.reap()
         keys, self._loaded_keys = self._loaded_keys, []
         if keys:
@@ -131,7 +130,6 @@ class BlendWorker:
 
     def take_failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
-        self._failed_before.append(failed)
         return failed
 
     def take_failed_requests(self) -> set[str]:
@@ -139,10 +137,10 @@ class BlendWorker:
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
-    def _not_in_place(self, tables: Tables) -> bool:
-        """What stands on these blocks is worth nothing, and would be an exact hit for ever."""
-        steps = (self._failed_blocks, *self._failed_before)
-        return any(not failed.isdisjoint(table) for failed in steps for table in tables)
+    def _stands_on_garbage(self, plan: LoadPlan | SavePlan) -> bool:
+        """What stands on blocks that are not in place is worth nothing, and would be an exact hit
+        for ever."""
+        return any(not self._not_in_place.isdisjoint(table) for table in plan.tables)
 
     def take_finished_saves(self) -> set[str]:
         finished, self._finished_saves = self._finished_saves, set()
@@ -152,6 +150,11 @@ class BlendWorker:
         """Requests whose load between steps has ended, well or not, since the last time."""
         arrived, self._arrived = self._arrived, set()
         return arrived
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load has ended that is not yet reported."""
+        return bool(self._report.loads)
 
     def take_report(self) -> WorkerReport:
         report, self._report = self._report, WorkerReport()
@@ -185,7 +188,7 @@ class BlendWorker:
                 "kvloom: filling the cache of request %s failed; vLLM computes it instead",
                 plan.request_id,
             )
-            self._fail_from(plan, plan.start)
+            self._fail(plan)
         return True
 
     def _take(self, plan: LoadPlan, filled: Filled) -> None:
@@ -196,10 +199,17 @@ class BlendWorker:
         if filled.failed_from is not None:
             self._fail_from(plan, filled.failed_from)
 
+    def _fail(self, plan: LoadPlan) -> None:
+        """Nothing of a plan is in place."""
+        self._report.loads[plan.request_id] = LoadReport.of_nothing(plan)
+        self._fail_from(plan, plan.start)
+
     def _fail_from(self, plan: LoadPlan, position: int) -> None:
-        if plan.whole:
+        if plan.between_steps and (plan.whole or position == plan.start):
             self._failed_requests.add(plan.request_id)
             return
         end = plan.start + len(plan.token_ids)
         first = position // self._cache.block_size
-        self._failed_blocks.update(plan.block_ids[first : -(-end // self._cache.block_size)])
+        failed = plan.block_ids[first : -(-end // self._cache.block_size)]
+        self._failed_blocks.update(failed)
+        self._not_in_place.update(failed)

@@ -80,3 +80,22 @@ def test_without_a_least_gain_all_is_reused() -> None:
     learned.computed(1000, 1)
     learned.loaded(1000, 5000)
     assert learned.worth(loaded=1, computed=1000)
+
+
+def test_a_blend_that_computes_slowly_is_seen() -> None:
+    """Many small groups of tokens cost more than as many tokens of one prefill."""
+    rule = CostRule(0.1)
+    rule.computed(8192, 8192 * 0.05)
+    assert rule.worth(loaded=512, computed=100)
+    rule.blended(100, 200.0)  # forty times as long
+    assert not rule.worth(loaded=512, computed=100)
+    assert rule.worth(loaded=512, computed=0), "loads are what they were"
+
+
+def test_a_blend_never_computes_cheaper_than_prefill() -> None:
+    """On a GPU only the time to launch is known, which is next to nothing."""
+    rule = CostRule(0.1)
+    rule.computed(8192, 8192 * 0.05)
+    rule.loaded(512, 1.0)
+    rule.blended(100, 0.001)
+    assert not rule.worth(loaded=10, computed=500)

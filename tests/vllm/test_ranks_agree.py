@@ -102,7 +102,7 @@ def report(**fields: object) -> WorkerReport:
 
 def test_reports_of_ranks_become_one() -> None:
     def load(bytes_read: int, load_ms: float) -> LoadReport:
-        return LoadReport(10, 2, 1, 0, 3, bytes_read, load_ms, rotate_ms=1.0, compute_ms=4.0)
+        return LoadReport(10, 2, 1, 0, bytes_read=bytes_read, load_ms=load_ms, compute_ms=4.0)
 
     joined = report(loads={"a": load(100, 7.0)}, lost=[b"x", b"y"]).aggregate(
         report(loads={"a": load(50, 9.0)}, lost=[b"y", b"z"], timed=True)

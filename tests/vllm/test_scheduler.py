@@ -1,0 +1,165 @@
+"""The scheduler side without an engine: what its hooks leave behind, and what it learns from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvloom.blend.selection import make_policy
+from kvloom.config import KvloomConfig
+from kvloom.tokens.index import ChunkIndex
+from kvloom.vllm.metadata import StepMetadata, WorkerReport
+from kvloom.vllm.metrics import Metrics
+from kvloom.vllm.scheduler import BlendScheduler
+
+CHUNK = 64
+
+
+def new_scheduler(**more: Any) -> BlendScheduler:
+    config = KvloomConfig(storage_backends=["/nowhere"])
+    scheduler = BlendScheduler(
+        config,
+        ChunkIndex(CHUNK),
+        make_policy(config),
+        Metrics(),
+        block_size=16,
+        loads=True,
+        saves=True,
+        **more,
+    )
+    scheduler.bind(SimpleNamespace(get_block_ids=lambda _: (list(range(1, 100)),)))
+    return scheduler
+
+
+def new_request(name: str = "a", tokens: int = 200, **more: Any) -> Any:
+    ids = list(range(tokens))
+    return SimpleNamespace(
+        request_id=name,
+        sampling_params=object(),
+        prompt_token_ids=ids,
+        all_token_ids=ids,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        prompt_embeds=None,
+        mm_features=[],
+        resumable=False,
+        cache_salt=None,
+        lora_request=None,
+        kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
+        block_hashes=[],
+        **more,
+    )
+
+
+def step(scheduler: BlendScheduler, **tokens: int) -> StepMetadata:
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+    return scheduler.step(output)
+
+
+def know(scheduler: BlendScheduler, request: Any) -> None:
+    """Its whole chunks are stored."""
+    state = scheduler._states[request.request_id]
+    scheduler._extend_keys(state, request.num_tokens)
+    count = len(state.keys)
+    scheduler._index.add_many(
+        keys=state.keys,
+        parents=[state.scope, *state.keys[:-1]],
+        scopes=[state.scope] * count,
+        token_ids=np.array(request.all_token_ids[: count * CHUNK], np.int32).reshape(count, CHUNK),
+        positions=[number * CHUNK for number in range(count)],
+    )
+
+
+def test_last_saves_outlive_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM holds the blocks of a finished request until its save is reported: for ever, if lost."""
+    scheduler = new_scheduler()
+    request = new_request()
+    scheduler.add(request)
+    scheduler.match(request, 0)
+    scheduler.admit(request, 0)
+    request.num_computed_tokens = 200
+    held, _ = scheduler.finish(request)
+    assert held
+    other = new_request("b")
+    scheduler.add(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_save_plan", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(scheduler, b=200)
+    assert [plan.request_id for plan in step(scheduler).saves if plan.last] == ["a"]
+    assert not step(scheduler).saves, "each is sent once"
+
+
+def test_a_request_that_was_never_admitted_computed_nothing() -> None:
+    scheduler = new_scheduler()
+    request = new_request()
+    scheduler.add(request)
+    assert scheduler.finish(request) == (False, None)
+    assert scheduler.live_requests == 0
+    assert scheduler._metrics.take() is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "timed"),
+    [
+        ({"prefill": 512}, True),
+        ({"prefill": 512, "decodes": 1, "decodes too": 1}, True),
+        ({f"decodes {number}": 1 for number in range(100)}, False),
+        ({f"guesses {number}": 5 for number in range(100)}, False),
+        ({"prefill": 100, **{f"decodes {number}": 1 for number in range(50)}}, False),
+    ],
+)
+def test_prefill_is_timed_where_it_is_most_of_a_step(tokens: dict[str, int], timed: bool) -> None:
+    """A step of decodes takes as long for tens of tokens as prefill for thousands."""
+    assert step(new_scheduler(), **tokens).timed is timed
+
+
+def test_a_request_waits_for_its_load_where_steps_overlap() -> None:
+    """vLLM takes the token of the step planned meanwhile for good, also if the load fails."""
+    for overlaps in (False, True):
+        scheduler = new_scheduler(overlaps=overlaps)
+        request = new_request()
+        scheduler.add(request)
+        know(scheduler, request)
+        assert scheduler.match(request, 0) == (192, overlaps)
+
+
+def test_a_request_whose_load_failed_is_left_to_the_engine() -> None:
+    scheduler = new_scheduler(overlaps=True)
+    request = new_request()
+    scheduler.add(request)
+    know(scheduler, request)
+    assert scheduler.match(request, 0) == (192, True)
+    scheduler.admit(request, 192)
+    (plan,) = step(scheduler).loads
+    assert plan.between_steps
+    scheduler.take_report(WorkerReport(), arrived={"a"}, failed={"a"})
+    assert scheduler.match(request, 0) == (0, False)
+
+
+def test_after_a_reset_an_unreadable_adapter_costs_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = new_scheduler()
+    requests = [new_request(name) for name in ("a", "b", "c")]
+    for request in requests:
+        scheduler.add(request)
+        know(scheduler, request)
+    scope = scheduler._scopes.scope
+
+    def unreadable(request: Any, salt: Any) -> bytes:
+        if request.request_id == "b":
+            raise OSError("the adapter is gone")
+        return scope(request, salt)
+
+    monkeypatch.setattr(scheduler._scopes, "scope", unreadable)
+    scheduler.reset()
+    assert [scheduler.match(request, 0)[0] for request in requests] == [0, 0, 0]
+    assert scheduler.live_requests == 2
