@@ -136,7 +136,7 @@ class BlendConnector(KvloomConnector):
             logger.info("kvloom: still reading the store; hits grow until that is done")
         self._scheduler = BlendScheduler(
             self.config,
-            index,
+            self._feeder.expected,
             self._policy,
             self._metrics,
             block_size=block_size,

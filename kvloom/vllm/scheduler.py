@@ -26,8 +26,8 @@ from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.tokens.analyzer import ChunkAnalyzer
+from kvloom.tokens.expected import ExpectedChunks
 from kvloom.tokens.hashing import blended_key, prefix_keys
-from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.grouped_cache import Tables, first_held
 from kvloom.vllm.identity import Scopes
@@ -128,7 +128,7 @@ class BlendScheduler:
     def __init__(
         self,
         config: KvloomConfig,
-        index: ChunkIndex,
+        chunks: ExpectedChunks,
         policy: SelectionPolicy,
         metrics: Metrics,
         *,
@@ -139,7 +139,7 @@ class BlendScheduler:
         overlaps: bool = False,
     ) -> None:
         self._config = config
-        self._index = index
+        self._chunks = chunks
         self._policy = policy
         self._metrics = metrics
         self._analyzer = ChunkAnalyzer(config.blend_chunk_size, config.min_match_ratio)
@@ -277,8 +277,7 @@ class BlendScheduler:
             what = "is off" if report.obstacle.everything else "reuses exact prefixes only"
             logger.warning("kvloom %s: %s", what, report.obstacle.reason)
         self._learn(report)
-        for key in report.lost:
-            self._index.remove(key)
+        self._chunks.remove(report.lost)
         for request_id, load in report.loads.items():
             self._metrics.moved("load", load.bytes_read, load.failed_tokens)
             self._metrics.took("load", load.load_ms / 1e3)
@@ -344,12 +343,12 @@ class BlendScheduler:
         self._extend_keys(state, len(tokens))
         end = len(tokens) - 1  # the engine needs at least one token to compute
         size = self._config.blend_chunk_size
-        exact = max(min(self._index.prefix_hits(state.keys) * size, end), local)
+        exact = max(min(self._chunks.prefix_hits(state.keys) * size, end), local)
         if not self._cost.worth(loaded=exact - local, computed=0):
             exact = local
         blend, generation, choose = None, 0, 0
         if self._may_blend(state.request) and end - exact >= self._config.min_blend_tokens:
-            chunks = self._analyzer.analyze(tokens, self._index, state.scope, start=exact)
+            chunks = self._analyzer.analyze(tokens, self._chunks.index, state.scope, start=exact)
             found = make_plan(chunks, end)
             plan = found.recompute(self._policy.select(found))
             chosen_later = self._policy.budget(found, plan)
@@ -359,7 +358,7 @@ class BlendScheduler:
             ):
                 blend, choose = plan, chosen_later
                 sources = [load.source_block_id for load in plan.loads()]
-                generation = 1 if self._index.exact(sources).all() else 2
+                generation = 1 if self._chunks.exact(sources).all() else 2
         total = exact if blend is None else end
         match_ms = (time.perf_counter() - began) * 1e3
         self._metrics.took("match", match_ms / 1e3)
@@ -489,21 +488,13 @@ class BlendScheduler:
         ]
         state.saved = complete
         chunks = [self._chunk(state, number) for number in numbers]
-        known = self._index.known([chunk.key for chunk in chunks])
+        known = self._chunks.known([chunk.key for chunk in chunks])
         chunks = [chunk for chunk, there in zip(chunks, known, strict=True) if not there]
         if not chunks:
             return None
         # Counted as stored from now on, so that the next request finds them; what does not come
         # true is reported as lost.
-        self._index.add_many(
-            keys=[chunk.key for chunk in chunks],
-            parents=[chunk.parent for chunk in chunks],
-            scopes=[state.scope] * len(chunks),
-            token_ids=np.stack([chunk.token_ids for chunk in chunks]),
-            positions=[chunk.position for chunk in chunks],
-            generations=state.generation,
-            created_ns=time.time_ns(),
-        )
+        self._chunks.add([chunk.key for chunk in chunks], state.generation)
         return SavePlan(
             request.request_id, state.scope, tables, state.generation, chunks, last=last
         )

@@ -217,9 +217,9 @@ class Engine:
         # What vanished behind the store's back (a directory removed, a file system unmounted) is
         # known after the next scan only.
         ends = time.monotonic() + 10 * self.connector.config.index_poll_s
-        while len(self.scheduler._index) and time.monotonic() < ends:
+        while len(self.scheduler._chunks.index) and time.monotonic() < ends:
             time.sleep(0.05)
-        assert len(self.scheduler._index) == 0
+        assert len(self.scheduler._chunks.index) == 0
 
     @contextmanager
     def without_store(self) -> Iterator[None]:

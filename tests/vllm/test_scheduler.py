@@ -10,6 +10,7 @@ import pytest
 
 from kvloom.blend.selection import make_policy
 from kvloom.config import KvloomConfig
+from kvloom.tokens.expected import ExpectedChunks
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm.metadata import StepMetadata, WorkerReport
 from kvloom.vllm.metrics import Metrics
@@ -22,7 +23,7 @@ def new_scheduler(**more: Any) -> BlendScheduler:
     config = KvloomConfig(storage_backends=["/nowhere"])
     scheduler = BlendScheduler(
         config,
-        ChunkIndex(CHUNK),
+        ExpectedChunks(ChunkIndex(CHUNK)),
         make_policy(config),
         Metrics(),
         block_size=16,
@@ -68,7 +69,7 @@ def know(scheduler: BlendScheduler, request: Any) -> None:
     state = scheduler._states[request.request_id]
     scheduler._extend_keys(state, request.num_tokens)
     count = len(state.keys)
-    scheduler._index.add_many(
+    scheduler._chunks.index.add_many(
         keys=state.keys,
         parents=[state.scope, *state.keys[:-1]],
         scopes=[state.scope] * count,
