@@ -277,5 +277,6 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
             lines.append(f"unknown key {key!r} (value {item['input']!r}): {hint}")
         else:
             description = model.model_fields[key].description if key in known else ""
-            lines.append(f"{key} = {item['input']!r}: {item['msg']}. {description}")
+            why = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{key} = {item['input']!r}: {why}. {description}")
     return "kv_connector_extra_config: " + "; ".join(lines)

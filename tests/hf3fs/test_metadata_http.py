@@ -27,7 +27,7 @@ from kvloom.hf3fs.metadata.embedded import Embedded
 from kvloom.hf3fs.metadata.endpoints import ENDPOINTS, MAX_KEYS
 from kvloom.hf3fs.metadata.server import UnsafeAddressError, is_loopback, make_server
 from kvloom.hf3fs.metadata.shortcut import read_head
-from tests.hf3fs.service import ServiceProcess, running
+from tests.hf3fs.service import ServiceProcess, free_port, running
 
 TOKEN = "s3cret-" + "x" * 32
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
@@ -78,6 +78,20 @@ def test_options_that_can_not_be_meant_are_told_in_a_line(tmp_path: Path) -> Non
         assert result.exit_code in (1, 2)
         assert text in " ".join(result.output.replace("│", " ").split())
         assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_backend_that_is_away_is_told_at_the_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "kvloom.cli.main", "serve-metadata"]
+    command += ["--port", str(free_port()), "--redis", f"redis://127.0.0.1:{free_port()}/0"]
+    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
+        ends = time.monotonic() + 60
+        while "until that ends" not in log.read_text() and time.monotonic() < ends:
+            time.sleep(0.05)
+        process.terminate()
+    assert len([line for line in log.read_text().splitlines() if "WARNING" in line]) == 1
+    assert "Redis: " in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def test_loopback_and_tokens(tmp_path: Path) -> None:

@@ -173,14 +173,18 @@ class Service:
             await self.store.close()
 
     async def _sweep(self) -> None:
+        away = False
         while True:
-            await asyncio.sleep(_SWEEP_S)
             try:
                 await self.store.sweep()
-            except StorageError:
-                pass  # the backend told the log, and health checks tell it on
+                away = False
+            except StorageError as error:
+                if not away:
+                    logger.warning("kvloom: %s; requests are refused until that ends", error)
+                away = True
             except Exception:
                 logger.exception("kvloom: ended leases could not be freed")
+            await asyncio.sleep(_SWEEP_S)
 
 
 @lru_cache(64)
