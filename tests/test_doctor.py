@@ -17,6 +17,7 @@ from kvloom.cli.main import app
 from kvloom.demo import checks
 from kvloom.demo.checks import Status
 
+from .hf3fs.service import free_port, running
 from .vllm.engines import MODEL_VARIABLE
 from .vllm.rope_kinds import KINDS, make_model
 
@@ -57,6 +58,47 @@ def test_little_space_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert by_name(checks.store(tmp_path))["space"].status is Status.LIMITED
 
 
+def test_what_hf3fs_needs_is_looked_at(tmp_path: Path) -> None:
+    with running(tmp_path / "state.db") as service:
+        found = by_name(checks.hf3fs(tmp_path / "pages", service.url))
+        assert found["pages"].status is Status.OK
+        assert found["usrbio"].status is Status.LIMITED, "it can't be installed here"
+        assert found["metadata"].status is Status.OK
+    found = by_name(checks.hf3fs(tmp_path / "pages", service.url))
+    assert found["metadata"].status is Status.BAD
+    assert service.url in found["metadata"].text
+    assert "kvloom serve-metadata" in found["metadata"].text
+
+
+def test_a_service_that_wants_its_token_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVLOOM_METADATA_TOKEN", raising=False)
+    with running(tmp_path / "state.db", token="s3cret") as service:
+        check = by_name(checks.hf3fs(tmp_path, service.url))["metadata"]
+        assert check.status is Status.BAD
+        assert "token" in check.text
+        monkeypatch.setenv("KVLOOM_METADATA_TOKEN", "s3cret")
+        assert by_name(checks.hf3fs(tmp_path, service.url))["metadata"].status is Status.OK
+
+
+def test_the_command_looks_at_hf3fs_instead_of_a_store(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = subprocess.run(
+        [*COMMAND, "--hf3fs-storage-path", str(tmp_path), "--hf3fs-metadata-server-url", url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    found = {check["name"]: check["status"] for check in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert found["pages"] == "ok"
+    assert found["metadata"] == "bad"
+    assert "store" not in found
+
+
 def test_a_plugin_that_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     found = by_name(checks.installation())
@@ -69,7 +111,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize(("kind", "code"), [("qwen3", 0), ("opt", 3), ("gemma2", 1)])
+@pytest.mark.parametrize(("kind", "code"), [("qwen3", 0), ("gemma2", 3), ("deepseek-v2", 1)])
 def test_a_model_is_tried_in_an_engine(tmp_path: Path, kind: str, code: int) -> None:
     model = tmp_path / "model"
     make_model(KINDS[kind], model)

@@ -25,6 +25,7 @@ _EXACT_ONLY = 3
 
 
 def doctor(
+    *,
     model: Annotated[
         Path | None,
         typer.Option(help="Model folder to try in an engine; default: only look at the machine."),
@@ -32,6 +33,12 @@ def doctor(
     store: Annotated[
         Path, typer.Option(file_okay=True, help="A directory of storage_backends.")
     ] = Path("~/.cache/kvloom/store"),
+    hf3fs_storage_path: Annotated[
+        Path | None, typer.Option(help="HF3FSKVConnector's directory, to look at instead.")
+    ] = None,
+    hf3fs_metadata_server_url: Annotated[
+        str, typer.Option(help="Its metadata service.")
+    ] = "http://localhost:18000",
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     log: Annotated[Path, typer.Option(help="Where the engine's own output goes.")] = Path(
         "kvloom-doctor.log"
@@ -46,7 +53,10 @@ def doctor(
     with quiet_engines(log) as terminal:
         console = Console(file=terminal)
         with console.status("looking") as status:
-            steps = [checks.installation(), checks.store(store.expanduser())]
+            place = checks.store(store.expanduser())
+            if hf3fs_storage_path is not None:
+                place = checks.hf3fs(hf3fs_storage_path, hf3fs_metadata_server_url)
+            steps = [checks.installation(), place]
             if model is not None:
                 steps.append(checks.engine(model.expanduser().resolve(), status.update))
             found = list(chain.from_iterable(steps))

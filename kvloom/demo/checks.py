@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from kvloom.demo.engine import EngineUnderTest, blend_over
+from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
+from kvloom.hf3fs.usrbio import load_library
 
 VLLM = "0.32."
 _LEAST_FREE = 1024**3
@@ -76,21 +78,49 @@ def installation() -> Iterator[Check]:
 
 def store(directory: Path) -> Iterator[Check]:
     """Whether a directory of ``storage_backends`` can be written, and how much fits."""
+    return _directory("store", directory)
+
+
+def hf3fs(directory: Path, url: str) -> Iterator[Check]:
+    """What HF3FSKVConnector needs: a place for page files, 3FS's rings, the metadata service."""
+    yield from _directory("pages", directory)
+    try:
+        load_library()
+    except ImportError as error:
+        text = f"plain reads and writes, for the package hf3fs-py-usrbio does not load: {error}"
+        yield Check("usrbio", Status.LIMITED, text)
+    else:
+        text = "3FS's library is there; the engine's log says whether the directory is on a mount"
+        yield Check("usrbio", Status.OK, text)
+    token = os.environ.get("KVLOOM_METADATA_TOKEN") or None
+    client = MetadataClient(url, "default", "doctor", token=token, timeout_s=5.0)
+    answer = client.namespaces()
+    client.close()
+    if isinstance(answer, NoAnswer):
+        text = (
+            f"{url}: {answer.reason}: start `kvloom serve-metadata`, or set KVLOOM_METADATA_TOKEN"
+        )
+        yield Check("metadata", Status.BAD, text)
+    else:
+        yield Check("metadata", Status.OK, f"{url} answers; {len(answer)} namespaces")
+
+
+def _directory(name: str, directory: Path) -> Iterator[Check]:
     there = directory
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        yield Check("store", Status.BAD, f"{there} is a file: choose another directory")
+        yield Check(name, Status.BAD, f"{there} is a file: choose another directory")
         return
     try:
         with tempfile.NamedTemporaryFile(dir=there):
             pass
     except OSError as error:
         text = f"{there} can't be written ({error.strerror}): give this user the right to"
-        yield Check("store", Status.BAD, text)
+        yield Check(name, Status.BAD, text)
         return
     new = "" if there == directory else ", to be made"
-    yield Check("store", Status.OK, f"{directory} can be written{new}")
+    yield Check(name, Status.OK, f"{directory} can be written{new}")
     if there.stat().st_mode & 0o077 and there == directory:
         text = (
             f"{directory} is open to other users, and what is cached is your users' text: chmod 700"
