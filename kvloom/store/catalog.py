@@ -9,7 +9,6 @@ import time
 import numpy as np
 
 from kvloom.store.base import Changes, Store
-from kvloom.tokens.expected import ExpectedChunks
 from kvloom.tokens.index import ChunkIndex
 
 logger = logging.getLogger(__name__)
@@ -25,14 +24,10 @@ class IndexFeeder:
     Args:
         poll_s: longest time between two looks at the store; this process's own writes come at once.
         generation: chunks of later ones are left out.
-
-    Attributes:
-        expected: the index with what is not yet carried.
     """
 
     def __init__(self, store: Store, index: ChunkIndex, poll_s: float, generation: int = 0) -> None:
         self._index = index
-        self.expected = ExpectedChunks(index)
         self._poll_s = poll_s
         self._generation = generation
         self._watcher = store.watch()
@@ -64,7 +59,6 @@ class IndexFeeder:
         while not self._stop.is_set():
             try:
                 changes = self._watcher.poll(_BATCH, timeout_s=min(self._poll_s, 0.2))
-                self.expected.settle()
                 self._carry(changes)
             except Exception:
                 # The feeder outlives whatever a store does: without it new chunks are never found.

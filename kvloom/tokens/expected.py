@@ -1,57 +1,83 @@
-"""What an engine knows of its chunks before the index does.
+"""An index as an engine's steps see it: what they add and remove counts at once, written later.
 
-Writing to a full index merges tables, for seconds at a time; a step of the engine must never wait
-for that. So the engine only says what it has handed to the store and what it could not load, and
-whoever feeds the index comes to it later (``settle``).
+Writing to a full index merges tables, for seconds at a time, and a step must never wait for that.
+So a thread of its own writes, and until it has, a key's last word stands here. By its tokens a
+chunk is found when it is written, which is mostly at once.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tokens.index import ChunkIndex
+from kvloom.tokens.index import ChunkIndex, Tokens
 
-_MOST = 65536  # for what is neither stored nor reported as lost; a miss, if it is asked for
+logger = logging.getLogger(__name__)
 
 Flags = npt.NDArray[np.bool_]
+
+_MOST = 65536  # chunks that wait to be written; beyond, they are found when the store is scanned
+_CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """Chunks of one request, as ``ChunkIndex.add_many`` takes them."""
+
+    keys: Sequence[bytes]
+    parents: Sequence[bytes]
+    scope: bytes
+    token_ids: Tokens
+    positions: Sequence[int]
+    generation: int = 0
+    created_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Change:
+    number: int
+    added: Additions | None = None
+    removed: list[bytes] = field(default_factory=list)
 
 
 class ExpectedChunks:
     """An index with what is on its way into it and out of it; thread-safe.
 
-    A chunk that is on its way in counts as known by its key, and is found by its tokens when it has
-    arrived.
-
     Attributes:
-        index: that it is about.
+        index: that it is about; to be searched by tokens.
     """
 
     def __init__(self, index: ChunkIndex) -> None:
         self.index = index
-        self._lock = threading.Lock()
-        self._coming: OrderedDict[bytes, int] = OrderedDict()  # generations by key
-        self._leaving: set[bytes] = set()
+        self._changes: deque[_Change] = deque()
+        self._waiting = 0  # chunks in them
+        self._number = 0
+        # Of each key the last change that is not written, and the generation it gets: None, gone.
+        self._last: dict[bytes, tuple[int, int | None]] = {}
+        self._changed = threading.Condition()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="kvloom-index-write", daemon=True)
+        self._thread.start()
 
-    def add(self, keys: Sequence[bytes], generation: int) -> None:
+    def add(self, chunks: Additions) -> None:
         """These were handed to the store."""
-        with self._lock:
-            for key in keys:
-                self._coming[key] = generation
-                self._leaving.discard(key)
-            while len(self._coming) > _MOST:
-                self._coming.popitem(last=False)
+        with self._changed:
+            if self._waiting + len(chunks.keys) > _MOST:
+                return
+            self._waiting += len(chunks.keys)
+            self._announce(_Change(self._number, added=chunks), chunks.keys, chunks.generation)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """These are not in the store after all."""
-        with self._lock:
-            for key in keys:
-                self._coming.pop(key, None)
-                self._leaving.add(key)
+        if keys:
+            with self._changed:
+                self._announce(_Change(self._number, removed=list(keys)), keys, None)
 
     def known(self, keys: Sequence[bytes]) -> Flags:
         """Which chunks are known, bool [n]."""
@@ -66,26 +92,66 @@ class ExpectedChunks:
         missing = np.flatnonzero(~self.exact(keys))
         return int(missing[0]) if missing.size else len(keys)
 
-    def settle(self) -> None:
-        """Forget in the index what was removed, and here what the index knows by now."""
-        with self._lock:
-            leaving, coming = list(self._leaving), list(self._coming)
-        for key in leaving:
-            self.index.remove(key)
-        arrived = self.index.known(coming)
-        with self._lock:
-            self._leaving.difference_update(leaving)
-            for key, there in zip(coming, arrived, strict=True):
-                if there:
-                    self._coming.pop(key, None)
+    def wait_written(self, timeout_s: float) -> bool:
+        """Whether the index knows all that was said before this call."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._last, timeout_s)
+
+    def close(self) -> None:
+        """Stop within a bound; idempotent."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S)
+
+    def _announce(self, change: _Change, keys: Sequence[bytes], generation: int | None) -> None:
+        self._number += 1
+        self._changes.append(change)
+        self._last.update(dict.fromkeys(keys, (change.number, generation)))
+        self._changed.notify_all()
 
     def _corrected(self, found: Flags, keys: Sequence[bytes], *, any_generation: bool) -> Flags:
-        with self._lock:
-            if not (self._coming or self._leaving):
+        with self._changed:
+            if not self._last:
                 return found
             for number, key in enumerate(keys):
-                if key in self._leaving:
-                    found[number] = False
-                elif key in self._coming:
-                    found[number] |= any_generation or self._coming[key] == 0
+                if key in self._last:
+                    generation = self._last[key][1]
+                    found[number] = generation is not None and (any_generation or generation == 0)
         return found
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._changes or self._stop)
+                if self._stop:
+                    return
+                change = self._changes.popleft()
+            try:
+                self._write(change)
+            except Exception:
+                # What is not written is a miss, and found when the store is scanned.
+                logger.exception("kvloom: the chunk index could not be written")
+            with self._changed:
+                keys = change.removed
+                if change.added is not None:
+                    keys = [*change.added.keys]
+                    self._waiting -= len(keys)
+                for key in keys:
+                    if self._last.get(key, (None,))[0] == change.number:
+                        del self._last[key]
+                self._changed.notify_all()
+
+    def _write(self, change: _Change) -> None:
+        for key in change.removed:
+            self.index.remove(key)
+        if (chunks := change.added) is not None:
+            self.index.add_many(
+                keys=chunks.keys,
+                parents=chunks.parents,
+                scopes=[chunks.scope] * len(chunks.keys),
+                token_ids=chunks.token_ids,
+                positions=chunks.positions,
+                generations=chunks.generation,
+                created_ns=chunks.created_ns,
+            )

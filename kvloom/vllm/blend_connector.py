@@ -28,6 +28,7 @@ from kvloom.config import ConfigError, KvloomConfig
 from kvloom.store.base import Store
 from kvloom.store.catalog import IndexFeeder
 from kvloom.store.registry import acquire_store, release_store
+from kvloom.tokens.expected import ExpectedChunks
 from kvloom.tokens.index import ChunkIndex
 from kvloom.vllm import compat
 from kvloom.vllm.connector import (
@@ -87,6 +88,7 @@ class BlendConnector(KvloomConnector):
         self._worker: BlendWorker | None = None
         self._store: Store | None = None
         self._feeder: IndexFeeder | None = None
+        self._chunks: ExpectedChunks | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
         self._unserved: set[str] = set()  # requests that wait for what nobody will load ...
@@ -129,6 +131,7 @@ class BlendConnector(KvloomConnector):
 
     def _start_scheduler_side(self, store: Store, block_size: int) -> None:
         index = ChunkIndex(self.config.blend_chunk_size, self.config.index_max_chunks)
+        self._chunks = ExpectedChunks(index)
         self._feeder = IndexFeeder(
             store, index, self.config.index_poll_s, generation=int(self.config.reuse_blended)
         )
@@ -136,7 +139,7 @@ class BlendConnector(KvloomConnector):
             logger.info("kvloom: still reading the store; hits grow until that is done")
         self._scheduler = BlendScheduler(
             self.config,
-            self._feeder.expected,
+            self._chunks,
             self._policy,
             self._metrics,
             block_size=block_size,
@@ -360,9 +363,11 @@ class BlendConnector(KvloomConnector):
             self._worker.close(_DRAIN_S)
         if self._feeder is not None:
             self._feeder.close()
+        if self._chunks is not None:
+            self._chunks.close()
         if self._store is not None:
             release_store(self._store)
-        self._worker = self._feeder = self._store = None
+        self._worker = self._feeder = self._chunks = self._store = None
 
 
 def _why_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

@@ -26,7 +26,7 @@ from kvloom.blend.plan import BlendPlan, Origin, make_plan
 from kvloom.blend.selection import SelectionPolicy
 from kvloom.config import KvloomConfig
 from kvloom.tokens.analyzer import ChunkAnalyzer
-from kvloom.tokens.expected import ExpectedChunks
+from kvloom.tokens.expected import Additions, ExpectedChunks
 from kvloom.tokens.hashing import blended_key, prefix_keys
 from kvloom.vllm import compat
 from kvloom.vllm.grouped_cache import Tables, first_held
@@ -494,7 +494,17 @@ class BlendScheduler:
             return None
         # Counted as stored from now on, so that the next request finds them; what does not come
         # true is reported as lost.
-        self._chunks.add([chunk.key for chunk in chunks], state.generation)
+        self._chunks.add(
+            Additions(
+                [chunk.key for chunk in chunks],
+                [chunk.parent for chunk in chunks],
+                state.scope,
+                np.stack([chunk.token_ids for chunk in chunks]),
+                [chunk.position for chunk in chunks],
+                state.generation,
+                time.time_ns(),
+            )
+        )
         return SavePlan(
             request.request_id, state.scope, tables, state.generation, chunks, last=last
         )

@@ -206,6 +206,7 @@ class Engine:
         """Wait until what was saved is in the store and the index knows it."""
         self.worker.drain(30.0)
         assert self.connector._feeder.wait_idle(30.0)
+        assert self.scheduler._chunks.wait_written(30.0)
 
     def clear(self) -> None:
         """Empty the store too, and forget how fast it was."""
