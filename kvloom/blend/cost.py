@@ -16,6 +16,7 @@ of computing it; of a larger model it is less."""
 
 _REMEMBERED = 16
 _BELIEVED_S = 60.0
+_AGREE = 4
 FEW_TOKENS = 64
 """What fewer take says more about a step than about a token."""
 
@@ -37,7 +38,7 @@ class CostRule:
 
     def loaded(self, tokens: int, ms: float) -> None:
         """A load brought ``tokens`` within ``ms``: none, where it waited in vain."""
-        if tokens >= FEW_TOKENS or not tokens:
+        if tokens >= FEW_TOKENS or (not tokens and ms):
             self._loads.append((self._clock(), tokens, ms))
 
     def blended(self, tokens: int, ms: float) -> None:
@@ -58,8 +59,12 @@ class CostRule:
     @property
     def blended_price(self) -> float:
         """Of a token computed in a blend: many small groups take longer than one large one, and
-        never less (on a GPU no more is known than how long it took to launch them)."""
-        return max(self._price(self._blends, 1.0), 1.0)
+        never less (on a GPU no more is known than how long it took to launch them).
+
+        One blend that met a busy machine must not stop all others: several have to agree.
+        """
+        price = self._price(self._blends, 1.0)
+        return max(price, 1.0) if len(self._blends) >= _AGREE else 1.0
 
     def _price(self, seen: deque[tuple[float, int, float]], unknown: float) -> float:
         """What was seen is believed for a minute: what was too slow is then tried again, or it

@@ -81,11 +81,19 @@ class ExpectedChunks:
 
     def known(self, keys: Sequence[bytes]) -> Flags:
         """Which chunks are known, bool [n]."""
-        return self._corrected(self.index.known(keys), keys, any_generation=True)
+        last = self._unwritten(keys)
+        known = self.index.known(keys)
+        for number, generation in last.items():
+            known[number] = generation is not None
+        return known
 
     def exact(self, keys: Sequence[bytes]) -> Flags:
         """Which chunks are known as exact KV (generation 0), bool [n]."""
-        return self._corrected(self.index.exact(keys), keys, any_generation=False)
+        last = self._unwritten(keys)
+        exact = self.index.exact(keys)
+        for number, generation in last.items():
+            exact[number] = generation == 0
+        return exact
 
     def prefix_hits(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are known as exact KV."""
@@ -110,15 +118,13 @@ class ExpectedChunks:
         self._last.update(dict.fromkeys(keys, (change.number, generation)))
         self._changed.notify_all()
 
-    def _corrected(self, found: Flags, keys: Sequence[bytes], *, any_generation: bool) -> Flags:
+    def _unwritten(self, keys: Sequence[bytes]) -> dict[int, int | None]:
+        """Generations by place in ``keys``. To be asked before the index: what is written in
+        between is then told by one of them."""
         with self._changed:
             if not self._last:
-                return found
-            for number, key in enumerate(keys):
-                if key in self._last:
-                    generation = self._last[key][1]
-                    found[number] = generation is not None and (any_generation or generation == 0)
-        return found
+                return {}
+            return {i: self._last[key][1] for i, key in enumerate(keys) if key in self._last}
 
     def _run(self) -> None:
         while True:

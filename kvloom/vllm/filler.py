@@ -88,8 +88,8 @@ class Filler:
         self._corrector = corrector
         self._engine = engine
         # A load within a step must find buffers while one between steps holds its own.
-        self._within = PieceReader(store, form, config)
-        self._between = PieceReader(store, form, config)
+        self._within = PieceReader(store, form, config, waves=2)
+        self._between = PieceReader(store, form, config, waves=4)  # a step may pass meanwhile
 
     def fill(self, plan: LoadPlan, budget: Budget) -> Slices[Filled]:
         """Put a plan's KV in place.

@@ -142,9 +142,13 @@ class LoadReport:
         return cls(0, **failures(plan, positions(plan.pieces)))
 
     def with_(self, other: LoadReport) -> LoadReport:
-        """Of two ranks: their bytes, and the times of the slower one."""
+        """Of two ranks: their bytes, the times of the slower one, and what failed on either."""
         return replace(
             self,
+            loaded_tokens=min(self.loaded_tokens, other.loaded_tokens),
+            failed_tokens=max(self.failed_tokens, other.failed_tokens),
+            failed_exact=max(self.failed_exact, other.failed_exact),
+            failed_reused=max(self.failed_reused, other.failed_reused),
             bytes_read=self.bytes_read + other.bytes_read,
             load_ms=max(self.load_ms, other.load_ms),
             waited_ms=max(self.waited_ms, other.waited_ms),

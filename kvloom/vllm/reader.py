@@ -17,7 +17,7 @@ from kvloom.vllm.metadata import Piece
 from kvloom.vllm.stored_form import StoredForm
 
 _WAVE = 4
-_WAVES_AHEAD = 2
+_A_MOMENT = 0.05  # of the time that is left after a wait in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,17 @@ class _Wave:
 class PieceReader:
     """Reads the pieces of one plan at a time, in buffers of its own.
 
-    A store that hangs is waited for ``load_timeout_s`` by all plans together that were there
-    meanwhile, not by one after the other.
+    A plan waits ``load_timeout_s`` for the store, counting only time in which the store was seen to
+    be late: other plans, and the steps in between, are no fault of the store. Where a plan has
+    waited in vain, those that were there meanwhile give it a moment only: their waits must not add
+    up.
     """
 
-    def __init__(self, store: Store, form: StoredForm, config: KvloomConfig) -> None:
+    def __init__(self, store: Store, form: StoredForm, config: KvloomConfig, waves: int) -> None:
         self._store = store
         self._config = config
-        self._buffers = form.buffers(_WAVE * _WAVES_AHEAD)
+        self._waves = waves
+        self._buffers = form.buffers(_WAVE * waves)
         self._gave_up = -math.inf
 
     def read(
@@ -45,28 +48,34 @@ class PieceReader:
     ) -> Iterator[tuple[Piece, Buffer | None] | None]:
         """Pieces with their chunks' payloads (None: failed), each valid until the next.
 
-        With a limited budget None comes wherever the next wave is not there yet; else it is waited
+        With a limited budget None comes where the next wave is not there yet; else it is waited
         for.
         """
-        waited_already = budget.asked < self._gave_up
-        begins = budget.asked if waited_already else time.monotonic()
-        ends = begins + self._config.load_timeout_s
+        left = self._config.load_timeout_s
+        if budget.asked < self._gave_up:
+            left *= _A_MOMENT
         waiting = deque(_batches(pieces, _WAVE))
         flying: deque[_Wave] = deque()
         try:
             while waiting or flying:
-                while waiting and len(flying) < _WAVES_AHEAD:
+                while waiting and len(flying) < self._waves:
                     flying.append(self._submit(waiting.popleft()))
                 wave = flying[0]
-                seen_late: float | None = None
-                while budget.limited and not wave.task.check() and (now := time.monotonic()) < ends:
-                    budget.waited_s += now - (seen_late or now)
+                seen_late = time.monotonic()
+                while budget.limited and left > 0 and not wave.task.check():
+                    now = time.monotonic()
+                    left -= now - seen_late
+                    budget.waited_s += now - seen_late
                     seen_late = now
-                    yield None
-                for entry, done in wave.task.as_completed(max(ends - time.monotonic(), 0.0)):
+                    if not budget.nap():
+                        yield None
+                asked = time.monotonic()
+                for entry, done in wave.task.as_completed(max(left, 0.0)):
+                    left -= time.monotonic() - asked
+                    if not done and left <= 0:
+                        self._gave_up = time.monotonic()
                     yield wave.pieces[entry], wave.buffers[entry] if done else None
-                if time.monotonic() >= ends:
-                    self._gave_up = time.monotonic()
+                    asked = time.monotonic()
                 self._land(flying.popleft())
         finally:
             for wave in flying:

@@ -91,13 +91,14 @@ class RequestState:
         keys: prefix keys of the whole chunks of its tokens, extended as it generates.
         saved: chunks from the start that are stored or on their way.
         match: of the last lookup.
+        waits: the engine was told to let it wait for its load.
         pending: a load to be sent with this step.
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
-        between_steps: its load is, or would be, filled while other requests go on; the engine lets
-            it wait meanwhile, and its KV is not in place.
-        gave_up: a load between steps failed as a whole, and would fail again.
+        between_steps: the engine lets it wait for its load, and its KV is not in place.
+        failed: tokens that earlier admissions could not load.
+        gave_up: a load that it waited for failed as a whole, and would fail again.
     """
 
     request: Any
@@ -105,12 +106,14 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)
     saved: int = 0
     match: Match | None = None
+    waits: bool = False
     pending: Match | None = None
     generation: int = 0
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
     between_steps: bool = False
+    failed: int = 0
     gave_up: bool = False
 
 
@@ -202,16 +205,18 @@ class BlendScheduler:
             engine shall let the request wait for them and go on with others.
         """
         state = self._states.get(request.request_id)
-        if state is None or not self._loads or state.gave_up or request.skip_reading_prefix_cache:
+        if state is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        if state.match is None or state.match.local != local:
+        if state.gave_up:
+            state.match = Match(local, local, local, None, 0, 0.0)
+        elif state.match is None or state.match.local != local:
             state.match = self._find(state, local)
-        state.between_steps = False
+        state.waits = False
         if state.match.total > local:
-            if self._is_computing(request, local):
+            if self._is_computing(request, local) or self._is_loading(state, state.match):
                 return None, False
-            state.between_steps = self._should_wait(state, state.match)
-        return state.match.total - local, state.between_steps
+            state.waits = self._should_wait(state, state.match)
+        return state.match.total - local, state.waits
 
     def admit(self, request: Any, num_external_tokens: int) -> None:
         """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
@@ -227,10 +232,12 @@ class BlendScheduler:
             return
         match, state.match = state.match, None
         state.admitted, state.generation = match, 0
-        state.loading, state.report = False, None
+        if state.report is not None:
+            state.failed += state.report.failed_tokens
+        state.loading, state.report, state.between_steps = False, None, False
         if match is None or num_external_tokens <= 0:
-            state.between_steps = False
             return
+        state.between_steps = state.waits
         state.pending, state.generation = match, match.generation
         self._pending.append(state)
         self._leave_prefix_cache(request, match)
@@ -373,6 +380,20 @@ class BlendScheduler:
             compat.computes_cached(self._kv_cache_manager, other, request, local)
             for other in self._admitted.values()
         )
+
+    def _is_loading(self, state: RequestState, match: Match) -> bool:
+        """Whether a request that waits for its load brings what this one would load too.
+
+        The engine has it in its prefix cache as soon as it has arrived: to load it once more would
+        take as many blocks again.
+        """
+        size = self._config.blend_chunk_size
+        for other in self._states.values():
+            if other.between_steps and other.admitted is not None and other is not state:
+                shared = min(match.exact, other.admitted.exact) // size
+                if shared * size > match.local and state.keys[shared - 1] == other.keys[shared - 1]:
+                    return True
+        return False
 
     def _leave_prefix_cache(self, request: Any, match: Match | None) -> None:
         if match is not None and match.blend is not None:
@@ -564,12 +585,14 @@ class BlendScheduler:
             figures["reused"] -= report.failed_reused
             figures["new"] += report.failed_exact + report.failed_reused
             figures |= {
-                "failed": report.failed_tokens,
                 "bytes": report.bytes_read,
                 "load_ms": round(report.load_ms, 3),
                 "rotate_ms": round(report.rotate_ms, 3),
                 "recompute_ms": round(report.compute_ms, 3),
             }
+        failed = state.failed + (report.failed_tokens if report is not None else 0)
+        if failed or report is not None:
+            figures["failed"] = failed
         if detail and blend is not None:
             figures["runs"] = [
                 {
@@ -601,6 +624,6 @@ def _tell(request_id: str, figures: dict[str, Any]) -> None:
             f"load {figures['load_ms']:.1f} ms, rotate {figures['rotate_ms']:.1f} ms, "
             f"recompute {figures['recompute_ms']:.1f} ms"
         )
-        if figures["failed"]:
-            text += f"; {figures['failed']} tokens could not be loaded and were computed"
+    if figures.get("failed"):
+        text += f"; {figures['failed']} tokens could not be loaded and were computed"
     logger.info("kvloom: %s: %s", request_id, text)

@@ -24,8 +24,6 @@ from kvloom.vllm.saver import Saver
 
 logger = init_logger(__name__)
 
-_NAP_S = 0.001  # where nothing has arrived: an idle engine would ask again at once
-
 
 @dataclass(frozen=True, slots=True)
 class _Load:
@@ -92,8 +90,7 @@ class BlendWorker:
             if done:
                 self._arrived.add(self._between_steps.popleft().plan.request_id)
             elif not load.budget.spent:
-                time.sleep(_NAP_S)
-                return
+                return  # nothing has arrived
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Give up loads between steps whose requests are gone; their blocks become free."""

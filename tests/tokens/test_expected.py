@@ -100,6 +100,24 @@ def test_nobody_waits_for_a_writer_of_the_index() -> None:
         assert key(1) not in index
 
 
+def test_what_is_written_while_one_asks_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ChunkIndex(SIZE)
+    known = index.known
+    with expected_of(index) as expected:
+
+        def written_meanwhile(keys: list[bytes]) -> object:
+            found = known(keys)
+            index._writing.release()
+            assert expected.wait_written(10)
+            return found
+
+        index._writing.acquire()
+        expected.add(chunks(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "known", written_meanwhile)
+            assert expected.known([key(1)])[0]
+
+
 def test_what_can_not_be_written_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     index = ChunkIndex(SIZE)
     with expected_of(index) as expected:

@@ -113,6 +113,14 @@ def test_reports_of_ranks_become_one() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
+def test_what_failed_on_one_rank_failed(first: bool) -> None:
+    good = report(loads={"a": LoadReport(192, 0, 0, 0)})
+    bad = report(loads={"a": LoadReport(64, 128, 100, 28)})
+    joined = (good if first else bad).aggregate(bad if first else good)
+    assert joined == bad
+
+
+@pytest.mark.parametrize("first", [True, False])
 def test_of_two_obstacles_the_larger_counts(first: bool) -> None:
     some, all_ = Obstacle("some", everything=False), Obstacle("all", everything=True)
     one, other = (some, all_) if first else (all_, some)

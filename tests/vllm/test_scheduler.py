@@ -12,7 +12,7 @@ from kvloom.blend.selection import make_policy
 from kvloom.config import KvloomConfig
 from kvloom.tokens.expected import ExpectedChunks
 from kvloom.tokens.index import ChunkIndex
-from kvloom.vllm.metadata import StepMetadata, WorkerReport
+from kvloom.vllm.metadata import LoadReport, StepMetadata, WorkerReport
 from kvloom.vllm.metrics import Metrics
 from kvloom.vllm.scheduler import BlendScheduler
 
@@ -37,24 +37,24 @@ def new_scheduler(**more: Any) -> BlendScheduler:
 
 def new_request(name: str = "a", tokens: int = 200, **more: Any) -> Any:
     ids = list(range(tokens))
-    return SimpleNamespace(
-        request_id=name,
-        sampling_params=object(),
-        prompt_token_ids=ids,
-        all_token_ids=ids,
-        num_tokens=tokens,
-        num_prompt_tokens=tokens,
-        num_computed_tokens=0,
-        prompt_embeds=None,
-        mm_features=[],
-        resumable=False,
-        cache_salt=None,
-        lora_request=None,
-        kv_transfer_params=None,
-        skip_reading_prefix_cache=False,
-        block_hashes=[],
-        **more,
-    )
+    usual: dict[str, Any] = {
+        "request_id": name,
+        "sampling_params": object(),
+        "prompt_token_ids": ids,
+        "all_token_ids": ids,
+        "num_tokens": tokens,
+        "num_prompt_tokens": tokens,
+        "num_computed_tokens": 0,
+        "prompt_embeds": None,
+        "mm_features": [],
+        "resumable": False,
+        "cache_salt": None,
+        "lora_request": None,
+        "kv_transfer_params": {"kvloom_report": True},
+        "skip_reading_prefix_cache": False,
+        "block_hashes": [],
+    }
+    return SimpleNamespace(**usual | more)
 
 
 def step(scheduler: BlendScheduler, **tokens: int) -> StepMetadata:
@@ -141,8 +141,45 @@ def test_a_request_whose_load_failed_is_left_to_the_engine() -> None:
     scheduler.admit(request, 192)
     (plan,) = step(scheduler).loads
     assert plan.between_steps
-    scheduler.take_report(WorkerReport(), arrived={"a"}, failed={"a"})
+    nothing = WorkerReport(loads={"a": LoadReport.of_nothing(plan)})
+    scheduler.take_report(nothing, arrived={"a"}, failed={"a"})
     assert scheduler.match(request, 0) == (0, False)
+
+    scheduler.admit(request, 0)
+    request.num_computed_tokens = 200
+    _, told = scheduler.finish(request)
+    assert told is not None
+    assert told["kvloom"]["exact"] == 0
+    assert told["kvloom"]["failed"] == 192
+
+
+def test_one_of_several_that_want_the_same_loads_it() -> None:
+    """Each would hold blocks of its own meanwhile, and read the store as often."""
+    scheduler = new_scheduler(overlaps=True)
+    requests = [new_request(name) for name in ("a", "b")]
+    other = new_request("c", cache_salt="another tenant")
+    for request in (*requests, other):
+        scheduler.add(request)
+        know(scheduler, request)
+    first, second = requests
+    assert scheduler.match(first, 0) == (192, True)
+    scheduler.admit(first, 192)
+    assert scheduler.match(second, 0) == (None, False)
+    assert scheduler.match(other, 0) == (192, True)
+    step(scheduler)
+    assert scheduler.match(second, 0) == (None, False)
+    scheduler.take_report(WorkerReport(), arrived={"a"}, failed={"a"})
+    assert scheduler.match(second, 0) == (192, True), "the first has failed, or is gone"
+
+
+def test_prefill_is_timed_while_others_wait_for_blocks() -> None:
+    """Matched, and not admitted: nothing is filled for them in this step."""
+    scheduler = new_scheduler(overlaps=True)
+    request = new_request()
+    scheduler.add(request)
+    know(scheduler, request)
+    assert scheduler.match(request, 0) == (192, True)
+    assert step(scheduler, prefill=512).timed
 
 
 def test_after_a_reset_an_unreadable_adapter_costs_its_own_request_alone(
