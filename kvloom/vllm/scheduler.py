@@ -391,7 +391,10 @@ class BlendScheduler:
         for other in self._states.values():
             if other.between_steps and other.admitted is not None and other is not state:
                 shared = min(match.exact, other.admitted.exact) // size
-                if shared * size > match.local and state.keys[shared - 1] == other.keys[shared - 1]:
+                last = slice(
+                    shared - 1, shared
+                )  # its key stands for all before; none after a reset
+                if shared * size > match.local and state.keys[last] == other.keys[last]:
                     return True
         return False
 

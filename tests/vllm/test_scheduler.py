@@ -172,6 +172,19 @@ def test_one_of_several_that_want_the_same_loads_it() -> None:
     assert scheduler.match(second, 0) == (192, True), "the first has failed, or is gone"
 
 
+def test_after_a_reset_nobody_waits_for_a_load_of_before() -> None:
+    scheduler = new_scheduler(overlaps=True)
+    first, second = new_request("a"), new_request("b")
+    for request in (first, second):
+        scheduler.add(request)
+        know(scheduler, request)
+    scheduler.match(first, 0)
+    scheduler.admit(first, 192)
+    scheduler.reset()
+    know(scheduler, second)
+    assert scheduler.match(second, 0) == (192, True)
+
+
 def test_prefill_is_timed_while_others_wait_for_blocks() -> None:
     """Matched, and not admitted: nothing is filled for them in this step."""
     scheduler = new_scheduler(overlaps=True)
