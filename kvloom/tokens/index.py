@@ -164,11 +164,6 @@ class ChunkIndex:
             exact[exact] = self._records.rows["generation"][slots[exact]] == 0
         return exact & np.array([len(key) == KEY_BYTES for key in keys], dtype=np.bool_)
 
-    def prefix_hits(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are known as exact KV."""
-        missing = np.flatnonzero(~self.exact(keys))
-        return int(missing[0]) if missing.size else len(keys)
-
     # For the matcher, which holds ``lock``
 
     def rows(self, slots: Numbers) -> npt.NDArray[Any]:

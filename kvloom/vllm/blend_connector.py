@@ -55,8 +55,6 @@ from kvloom.vllm.stored_form import StoredForm
 from kvloom.vllm.worker import BlendWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -91,8 +89,7 @@ class BlendConnector(KvloomConnector):
         self._chunks: ExpectedChunks | None = None
         self._obstacle: Obstacle | None = None
         self._unserved_blocks: set[int] = set()
-        self._unserved: set[str] = set()  # requests that wait for what nobody will load ...
-        self._unserved_failed: set[str] = set()  # ... and have not been told so
+        self._unserved: set[str] = set()  # requests that wait for what nobody will load
         self._unsaved: set[str] = set()  # whose blocks are held for what nobody will save
         reason = _why_off(vllm_config, kv_cache_config)
         if reason is not None:
@@ -247,11 +244,11 @@ class BlendConnector(KvloomConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._metadata()
         self._unserved_blocks.update(metadata.unfilled)
-        self._leave_waiting(metadata.unawaited)
+        self._unserved.update(metadata.unawaited)
         if self._worker is None:
             for plan in metadata.loads:
                 if plan.between_steps:
-                    self._leave_waiting([plan.request_id])
+                    self._unserved.add(plan.request_id)
                 else:
                     self._unserved_blocks.update(plan.block_ids)
             return
@@ -279,17 +276,12 @@ class BlendConnector(KvloomConnector):
         return self._worker.take_finished_saves() or None, arrived or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        failed = set(self._unserved)  # taken with the others that have arrived
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving, self._unserved_failed = self._unserved_failed, set()
         if self._worker is not None:
-            results.failed_recving |= self._worker.take_failed_requests()
+            failed |= self._worker.take_failed_requests()
+        results.failed_recving = failed
         return results
-
-    def _leave_waiting(self, request_ids: Iterable[str]) -> None:
-        """Requests that wait for a load which nobody will do: vLLM computes all of them."""
-        ids = set(request_ids)
-        self._unserved |= ids
-        self._unserved_failed |= ids
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -153,19 +153,17 @@ def test_a_key_of_another_length_is_never_known() -> None:
     assert b"short" not in index
     assert b"" not in index
     assert not index.remove(b"short")
-    assert index.prefix_hits([key(0), b"short"]) == 1
+    assert index.exact([key(0), b"short"]).tolist() == [True, False]
 
 
-def test_prefix_hits_count_exact_chunks_up_to_the_first_that_is_missing() -> None:
+def test_exact_is_what_is_known_as_it_was_computed() -> None:
     index = ChunkIndex(SIZE)
     for number in (1, 2, 4):
         add(index, number)
     add(index, 3, generation=1)
-    keys = [key(number) for number in (1, 2, 3, 4)]
-    assert index.prefix_hits(keys) == 2
-    assert index.prefix_hits(keys[:1]) == 1
-    assert index.prefix_hits(keys[2:]) == 0
-    assert index.prefix_hits([]) == 0
+    keys = [key(number) for number in (1, 2, 3, 4, 5)]
+    assert index.exact(keys).tolist() == [True, True, False, True, False]
+    assert index.exact([]).tolist() == []
 
 
 def test_many_chunks_at_once_are_as_one_after_the_other() -> None:

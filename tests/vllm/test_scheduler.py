@@ -78,6 +78,14 @@ def know(scheduler: BlendScheduler, request: Any) -> None:
     )
 
 
+def new_stored_request(scheduler: BlendScheduler, name: str = "a", **more: Any) -> Any:
+    """Followed by the scheduler, and stored."""
+    request = new_request(name, **more)
+    scheduler.add(request)
+    know(scheduler, request)
+    return request
+
+
 def test_last_saves_outlive_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM holds the blocks of a finished request until its save is reported: for ever, if lost."""
     scheduler = new_scheduler()
@@ -126,17 +134,13 @@ def test_a_request_waits_for_its_load_where_steps_overlap() -> None:
     """vLLM takes the token of the step planned meanwhile for good, also if the load fails."""
     for overlaps in (False, True):
         scheduler = new_scheduler(overlaps=overlaps)
-        request = new_request()
-        scheduler.add(request)
-        know(scheduler, request)
+        request = new_stored_request(scheduler)
         assert scheduler.match(request, 0) == (192, overlaps)
 
 
 def test_a_request_whose_load_failed_is_left_to_the_engine() -> None:
     scheduler = new_scheduler(overlaps=True)
-    request = new_request()
-    scheduler.add(request)
-    know(scheduler, request)
+    request = new_stored_request(scheduler)
     assert scheduler.match(request, 0) == (192, True)
     scheduler.admit(request, 192)
     (plan,) = step(scheduler).loads
@@ -156,12 +160,8 @@ def test_a_request_whose_load_failed_is_left_to_the_engine() -> None:
 def test_one_of_several_that_want_the_same_loads_it() -> None:
     """Each would hold blocks of its own meanwhile, and read the store as often."""
     scheduler = new_scheduler(overlaps=True)
-    requests = [new_request(name) for name in ("a", "b")]
-    other = new_request("c", cache_salt="another tenant")
-    for request in (*requests, other):
-        scheduler.add(request)
-        know(scheduler, request)
-    first, second = requests
+    first, second = (new_stored_request(scheduler, name) for name in ("a", "b"))
+    other = new_stored_request(scheduler, "c", cache_salt="another tenant")
     assert scheduler.match(first, 0) == (192, True)
     scheduler.admit(first, 192)
     assert scheduler.match(second, 0) == (None, False)
@@ -174,10 +174,7 @@ def test_one_of_several_that_want_the_same_loads_it() -> None:
 
 def test_after_a_reset_nobody_waits_for_a_load_of_before() -> None:
     scheduler = new_scheduler(overlaps=True)
-    first, second = new_request("a"), new_request("b")
-    for request in (first, second):
-        scheduler.add(request)
-        know(scheduler, request)
+    first, second = (new_stored_request(scheduler, name) for name in ("a", "b"))
     scheduler.match(first, 0)
     scheduler.admit(first, 192)
     scheduler.reset()
@@ -188,9 +185,7 @@ def test_after_a_reset_nobody_waits_for_a_load_of_before() -> None:
 def test_prefill_is_timed_while_others_wait_for_blocks() -> None:
     """Matched, and not admitted: nothing is filled for them in this step."""
     scheduler = new_scheduler(overlaps=True)
-    request = new_request()
-    scheduler.add(request)
-    know(scheduler, request)
+    request = new_stored_request(scheduler)
     assert scheduler.match(request, 0) == (192, True)
     assert step(scheduler, prefill=512).timed
 
@@ -199,10 +194,7 @@ def test_after_a_reset_an_unreadable_adapter_costs_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = new_scheduler()
-    requests = [new_request(name) for name in ("a", "b", "c")]
-    for request in requests:
-        scheduler.add(request)
-        know(scheduler, request)
+    requests = [new_stored_request(scheduler, name) for name in ("a", "b", "c")]
     scope = scheduler._scopes.scope
 
     def unreadable(request: Any, salt: Any) -> bytes:
