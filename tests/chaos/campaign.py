@@ -40,6 +40,8 @@ from kvloom.store.layout import Listing, block_path
 from kvloom.store.posix import Posix
 from kvloom.store.survey import verify
 
+from ..store.disks import put_in_the_way, remove
+
 SIZE = PART * PARTS
 FILE = 20480
 DEADLINE_S = 10.0
@@ -320,10 +322,11 @@ def directory_removed(scene: Scene) -> None:
     with scene.store() as store:
         for number in track_rounds(scene):
             scene.dump(store, number)
-            shutil.rmtree(scene.root)
             if number % 2:
-                scene.root.write_text("in the way")
+                put_in_the_way(scene.root)
                 scene.outcome.wrong += scene.dump(store, number)
+            else:
+                remove(scene.root)
             scene.outcome.wrong += scene.load(store, number)
             scene.root.unlink(missing_ok=True)
             scene.recovers(store, number)

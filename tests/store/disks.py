@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,17 @@ def used_bytes(root: Path) -> int:
     """Bytes taken in the file system of ``root``, at one instant."""
     stat = os.statvfs(root)
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def remove(folder: Path) -> None:
+    """Whatever threads of a store write into it meanwhile: their sweep, for one."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_the_way(folder: Path) -> None:
+    """A file in the place of a folder that threads of a store may make anew."""
+    while not folder.is_file():
+        remove(folder)
+        with suppress(IsADirectoryError):
+            folder.write_text("in the way")

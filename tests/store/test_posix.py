@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -24,7 +23,7 @@ from kvloom.store.layout import temporary_path
 from kvloom.store.posix import Posix
 from kvloom.tokens.index import ChunkIndex
 
-from .disks import mounted
+from .disks import mounted, put_in_the_way
 
 SIZE = PART * PARTS
 
@@ -186,8 +185,7 @@ def test_a_directory_that_goes_and_comes_back_costs_saves_only(
     root: Path, store: Posix, caplog: pytest.LogCaptureFixture
 ) -> None:
     dump(store, [make_block(1)])
-    shutil.rmtree(root)
-    root.write_text("in the way")
+    put_in_the_way(root)
     with caplog.at_level(logging.WARNING):
         assert dump(store, [make_block(i) for i in range(2, 12)]) == [False] * 10
         assert load(store, [make_block(1)[0].key], [SIZE], [None])[0] == [False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from kvloom.store.base import Changes
 
+from ..store.disks import put_in_the_way, remove
 from .engines import Answer, Engine, prose
 
 LENGTH = 320
@@ -60,23 +60,14 @@ def remove_files(store: Path) -> None:
         path.unlink()
 
 
-def remove_directory(store: Path) -> None:
-    shutil.rmtree(store)
-
-
-def file_in_its_place(store: Path) -> None:
-    shutil.rmtree(store)
-    store.write_text("not a directory")
-
-
 TROUBLES = [
     flip_bits,
     truncate,
     empty_files,
     other_blocks_content,
     remove_files,
-    remove_directory,
-    file_in_its_place,
+    remove,
+    put_in_the_way,
 ]
 
 
@@ -128,7 +119,7 @@ def test_a_damaged_store_is_a_slower_right_answer(
     assert engine.ask(prompt, max_tokens=8).tokens == cold.tokens
 
 
-@pytest.mark.parametrize("trouble", [flip_bits, remove_directory])
+@pytest.mark.parametrize("trouble", [flip_bits, remove])
 def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
     engine: Engine, store: Path, trouble: Callable[[Path], None]
 ) -> None:
@@ -148,7 +139,7 @@ def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
 
 def test_saving_goes_on_when_the_directory_is_back(engine: Engine, store: Path) -> None:
     """S8: recovery by itself when the cause is gone."""
-    file_in_its_place(store)
+    put_in_the_way(store)
     engine.ask(prose(engine, 220, LENGTH))
     engine.settle()
     store.unlink()
