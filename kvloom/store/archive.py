@@ -174,6 +174,9 @@ def _publish(
         moved.known += 1
         return
     size = pages(len(data))
+    if size > janitor.limit.most():
+        moved.no_room += 1
+        return
     make_private(path.parent)
     temporary = Path(temporary_path(str(path), size))
     try:

@@ -99,10 +99,11 @@ class Janitor:
         return self._ttl_ns is not None and time.time_ns() - written_ns > self._ttl_ns
 
     def make_room(self, size: int) -> Level | None:
-        """Reserve room for a block, evicting others for it where needed; None: there is none."""
+        """Reserve room for a block whose temporary file is there, evicting others for it where
+        needed; None: there is none."""
         for _ in range(_TRIES):
             level = self.limit.reserve(size)
-            if level is not None or size > self.limit.level().limit:
+            if level is not None:
                 return level
             self.sweep(need=size)  # and another writer may take the room
         return self.limit.reserve(size)
@@ -117,7 +118,7 @@ class Janitor:
         """One round; nothing is done where there is no directory.
 
         Args:
-            need: bytes that the limit must leave room for afterwards.
+            need: bytes of a temporary file of the caller's, which the limit must leave room for.
             at_least: bytes that must be free in the file system, whatever the limit is.
             within_s: how long to wait for another process's sweep.
             quarantine_s: age from which bad blocks are removed.
@@ -131,10 +132,11 @@ class Janitor:
         with self._alone(within_s):
             if (need or at_least) and not self._excess(need, at_least):
                 return swept  # while this one waited for the lock, another made room
-            now = time.time_ns()
+            began = time.time_ns()
             with self.limit.recounting() as settle:
                 found = Listing(self.root)
-                settle(found.size)
+                settle(max(found.size - need, 0))
+            now = time.time_ns()  # after the listing: what was written meanwhile is no future
             found.blocks = [self._dated(block, now) for block in found.blocks]
             self._clear(found, now - int(quarantine_s * 1e9), swept)
             self._expire(found, swept)
@@ -142,7 +144,7 @@ class Janitor:
             excess = self._excess(need, at_least, found.size)
             if excess:
                 before = swept.freed
-                self._evict(found, excess, now, swept)
+                self._evict(found, excess, began, swept)
                 self.limit.release(swept.freed - before)
         swept.blocks = len(found.blocks) - swept.evicted
         swept.size = found.size - swept.freed
@@ -200,7 +202,7 @@ class Janitor:
             swept.expired += self._remove(block, swept)
         self.expired += swept.expired
 
-    def _evict(self, found: Listing, excess: int, now: int, swept: Swept) -> None:
+    def _evict(self, found: Listing, excess: int, began: int, swept: Swept) -> None:
         """Free ``excess`` bytes: bad blocks first, then blocks in the policy's order."""
         goal = swept.freed + excess
         for path, size, _ in found.quarantined:
@@ -211,7 +213,7 @@ class Janitor:
         while swept.freed < goal and (name := policy.evict()) is not None:
             swept.evicted += self._remove(by_name[name], swept)
         self.evicted += swept.evicted
-        self._save(policy, now)
+        self._save(policy, began)
 
     def _replay(self, policy: EvictionPolicy, blocks: dict[bytes, BlockFile]) -> None:
         """Tell the policy what happened since the last eviction, in the order in which it did."""
@@ -239,14 +241,14 @@ class Janitor:
         except (OSError, ValueError):
             return _Saved()
 
-    def _save(self, policy: EvictionPolicy, now: int) -> None:
+    def _save(self, policy: EvictionPolicy, at_ns: int) -> None:
         queues = policy.queues()
         if queues:
             temporary = self._state.with_suffix(".tmp")  # under the lock: nobody else writes it
             with open(
                 os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
             ) as file:
-                file.write(_Saved(at_ns=now, queues=queues).model_dump_json())
+                file.write(_Saved(at_ns=at_ns, queues=queues).model_dump_json())
             temporary.rename(self._state)
 
     def _remove(self, block: BlockFile, swept: Swept) -> bool:

@@ -374,6 +374,8 @@ class Posix(Store):
         (_, _, janitor), path = places[0]
         block = pack(header, buffer, self._compressed)
         size = pages(block.file_size)
+        if size > janitor.limit.most():  # before a sweep counts it, and evicts all others for it
+            raise OSError(errno.ENOSPC, "disk_bytes is less than this block takes")
         temporary = temporary_path(path, size)
         descriptor = _create(temporary)
         reserved = False

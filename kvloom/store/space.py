@@ -51,6 +51,10 @@ class DiskLimit(ABC):
     """The limit of one store directory. Any ``OSError`` is the caller's to turn into a miss."""
 
     @abstractmethod
+    def most(self) -> int:
+        """Bytes of the largest block that there can ever be room for."""
+
+    @abstractmethod
     def level(self) -> Level: ...
 
     @abstractmethod
@@ -75,6 +79,9 @@ class FreeSpace(DiskLimit):
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    def most(self) -> int:
+        return self.level().limit
 
     def level(self) -> Level:
         stat = _statvfs(self._root)
@@ -104,6 +111,9 @@ class Quota(DiskLimit):
         self._path = root / LIMITS / "usage"
         self._limit = limit
         self._count = count
+
+    def most(self) -> int:
+        return self._limit
 
     def level(self) -> Level:
         with self._record() as ((used, _), _):

@@ -215,10 +215,33 @@ def test_all_namespaces_share_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_block_larger_than_the_limit_is_dropped_and_evicts_nothing(tmp_path: Path) -> None:
+    """Nor while another process, who counts what is being written, sweeps."""
     store = opened(tmp_path, limit_bytes=3 * FILE)
     dump(store, [make_block(1)])
-    assert dump(store, [make_block(2, parts=20)]) == [False]
+    done = threading.Event()
+
+    def sweep() -> None:
+        janitor = Janitor(tmp_path, 3 * FILE, "s3fifo", None)
+        while not done.is_set():
+            janitor.sweep()
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    assert not any(dump(store, [make_block(2 + i, parts=20) for i in range(50)]))
+    done.set()
+    sweeper.join()
     assert there(store, range(1, 2)) == [1]
+    store.close()
+
+
+def test_blocks_that_need_most_of_the_limit_are_stored(tmp_path: Path) -> None:
+    """What is being written is not counted against itself."""
+    parts = 20
+    size = pages(4096 + PART * parts)
+    store = opened(tmp_path, limit_bytes=size * 3 // 2)
+    for number in range(4):
+        assert dump(store, [make_block(number, parts=parts)]) == [True]
+        assert there(store, range(4)) == [number]
     store.close()
 
 
