@@ -65,7 +65,7 @@ class Pipeline(Store):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         there = sum(self.lookup(keys))
-        for stage in self._stages:
+        for stage in reversed(self._stages):  # a promotion looks below itself when it is done
             stage.delete(keys)
         return there
 
@@ -113,6 +113,8 @@ class Pipeline(Store):
                     task.wait(_PREFETCH_S)
                     if not task.check():  # late, and still reading it: it is not ours any more
                         self._payload = memoryview(bytearray())
+                    if not any(stage.lookup([key])):
+                        fast.delete([key])  # it was deleted meanwhile
                     break
 
 

@@ -325,10 +325,11 @@ def directory_removed(scene: Scene) -> None:
             if number % 2:
                 put_in_the_way(scene.root)
                 scene.outcome.wrong += scene.dump(store, number)
+                scene.outcome.wrong += scene.load(store, number)
+                scene.root.unlink()
             else:
                 remove(scene.root)
-            scene.outcome.wrong += scene.load(store, number)
-            scene.root.unlink(missing_ok=True)
+                scene.outcome.wrong += scene.load(store, number)
             scene.recovers(store, number)
     scene.settle()
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,8 +18,7 @@ from kvloom.hf3fs.metadata.base import Location, Status, Written
 from kvloom.hf3fs.metadata.client import MetadataClient, NoAnswer
 from tests.hf3fs.service import ServiceProcess, free_port, running
 
-QUICK_S = 0.05
-LOOKUP_S = 0.05
+LOOKUP_S = 0.3
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.02)
 
 
-def assert_quick_without_answer(client: MetadataClient) -> None:
+def assert_nobody_is_asked(client: MetadataClient) -> None:
     for call in (
         lambda: client.exists(["k"]),
         lambda: client.locations(0, ["k"]),
@@ -59,9 +59,8 @@ def assert_quick_without_answer(client: MetadataClient) -> None:
         client.audit,
         client.namespaces,
     ):
-        began = time.monotonic()
-        answer = call()
-        assert time.monotonic() - began < QUICK_S
+        with mock.patch.object(client, "_exchange", side_effect=AssertionError("it was asked")):
+            answer = call()
         assert isinstance(answer, NoAnswer)
         assert answer.status == 0
 
@@ -126,7 +125,7 @@ def test_a_service_that_is_gone_and_comes_back(service: ServiceProcess) -> None:
         assert client.exists(["k"]) == [False]
         service.kill()
         assert isinstance(client.exists(["k"]), NoAnswer)
-        assert_quick_without_answer(client)
+        assert_nobody_is_asked(client)
         service.start()
         wait_until(lambda: client.available)
         assert client.exists(["k"]) == [False]
@@ -147,8 +146,8 @@ def test_a_service_that_hangs_costs_one_deadline(service: ServiceProcess) -> Non
         try:
             began = time.monotonic()
             assert isinstance(client.exists(["k"]), NoAnswer)
-            assert time.monotonic() - began < 4 * LOOKUP_S
-            assert_quick_without_answer(client)
+            assert time.monotonic() - began < 10 * LOOKUP_S
+            assert_nobody_is_asked(client)
         finally:
             os.kill(service.process.pid, signal.SIGCONT)
         wait_until(lambda: client.available)
@@ -207,27 +206,31 @@ def ok(body: bytes) -> bytes:
     ],
 )
 def test_garbage_is_no_answer(answer: bytes) -> None:
-    with answering(answer) as url, client_of(url, lookup_timeout_s=1.0) as client:
+    # No probe meanwhile: some of these would do as an answer to it.
+    with (
+        answering(answer) as url,
+        client_of(url, lookup_timeout_s=1.0, probe_interval_s=3600) as client,
+    ):
         assert isinstance(client.exists(["k"]), NoAnswer)
-        assert_quick_without_answer(client)
+        assert_nobody_is_asked(client)
 
 
 def test_dripping_bytes_do_not_stretch_the_deadline() -> None:
     with (
-        answering(ok(b'{"exists": [true]}'), pause_s=0.02) as url,
-        client_of(url, lookup_timeout_s=0.2) as client,
+        answering(ok(b'{"exists": [true]}'), pause_s=0.1) as url,
+        client_of(url, lookup_timeout_s=LOOKUP_S) as client,
     ):
         began = time.monotonic()
         assert isinstance(client.exists(["k"]), NoAnswer)
-        assert 0.1 < time.monotonic() - began < 0.5
-        assert_quick_without_answer(client)
+        assert 0.1 < time.monotonic() - began < 10 * LOOKUP_S
+        assert_nobody_is_asked(client)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "http://no.such.host.invalid:1", "x"])
 def test_an_address_where_nobody_is(url: str) -> None:
     with client_of(url.format(port=free_port())) as client:
         assert isinstance(client.exists(["k"]), NoAnswer)
-        assert_quick_without_answer(client)
+        assert_nobody_is_asked(client)
 
 
 def test_threads_share_a_client(service: ServiceProcess) -> None:
@@ -264,4 +267,4 @@ def test_a_closed_client_has_no_answers(service: ServiceProcess) -> None:
         client.initialize(0, 16, 1)
         client.close()
         client.close()
-        assert_quick_without_answer(client)
+        assert_nobody_is_asked(client)

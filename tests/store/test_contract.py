@@ -119,6 +119,36 @@ def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path
     assert (done, loaded) == ([True], [bytes(block[1])])
 
 
+@pytest.mark.parametrize("stage", [0, 1], ids=["written", "read"])
+def test_what_is_deleted_while_it_is_brought_up_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
+    block = make_block(1)
+    writer = registry.open_store(NAMESPACE, config)
+    dump(writer, [block])
+    writer.close()
+    store = registry.open_store(NAMESPACE, config)
+    assert isinstance(store, Pipeline)
+    hook = ("dump", "load")[stage]
+    real = getattr(store._stages[stage], hook)
+
+    def late(*args: object) -> object:
+        if stage == 0:
+            assert store.delete([block[0].key]) == 1
+            return real(*args)
+        task = real(*args)
+        task.wait(10)
+        assert store.delete([block[0].key]) == 1
+        return task
+
+    monkeypatch.setattr(store._stages[stage], hook, late)
+    store.prefetch([block[0].key])
+    store._promotions.close(10)
+    assert store.lookup([block[0].key]) == [False]
+    store.close()
+
+
 def test_a_stage_that_fails_is_followed_by_the_next_also_where_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

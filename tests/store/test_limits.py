@@ -42,7 +42,8 @@ from kvloom.store.contract import NAMESPACE, make_block
 from kvloom.store.posix import Posix
 root, first, last, limit = sys.argv[1:]
 store = Posix(NAMESPACE, [Path(root)], "none", 2, limit_bytes=int(limit))
-print("writing", flush=True)
+print("ready", flush=True)
+sys.stdin.readline()
 for number in range(int(first), int(last)):
     header, payload = make_block(number)
     store.dump([header], [payload]).wait(20)
@@ -105,14 +106,19 @@ def test_three_engines_keep_one_limit_and_a_killed_one_takes_no_room(tmp_path: P
     with mounted(tmp_path, "size=64M"):
         writers = [
             subprocess.Popen(
-                [*command, str(first), str(last), str(limit)], stdout=subprocess.PIPE, text=True
+                [*command, str(first), str(last), str(limit)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for first, last in ((0, 40), (40, 80), (100, 100_000))
         ]
         sizes = []
         for writer in writers:
             assert writer.stdout is not None
-            assert writer.stdout.readline() == "writing\n"
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            print(file=writer.stdin, flush=True)
         while any(writer.poll() is None for writer in writers[:2]):
             sizes.append(used_bytes(tmp_path))
             time.sleep(0.001)
@@ -307,11 +313,13 @@ def test_listing_and_indexing_are_no_use(tmp_path: Path) -> None:
 
 
 def test_blocks_are_gone_after_their_time(tmp_path: Path) -> None:
-    store = opened(tmp_path, ttl_s=3600)
     now = time.time()
-    write_at(store, tmp_path, 1, now - 3590)
+    store = opened(tmp_path)  # keeps them, whatever their time
+    write_at(store, tmp_path, 1, now - 1800)
     write_at(store, tmp_path, 2, now - 3610)
     use(tmp_path, 2, now)
+    store.close()
+    store = opened(tmp_path, ttl_s=3600)
     assert there(store, range(4)) == [1], "used or not"
     keys = [make_block(number)[0].key for number in (1, 2)]
     assert load(store, keys, [SIZE] * 2, [None] * 2)[0] == [True, False]

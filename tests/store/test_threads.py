@@ -21,11 +21,13 @@ def calls() -> Iterator[BoundedCalls]:
     calls.close(1.0)
 
 
-def test_what_a_call_returns_or_raises_is_its_callers(calls: BoundedCalls) -> None:
+def test_what_a_call_returns_or_raises_is_its_callers() -> None:
+    calls = BoundedCalls("test", timeout_s=30.0)
     assert calls.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         calls.call(lambda: 1 // 0)
     assert calls.call(lambda: 4) == 4
+    calls.close(1.0)
 
 
 def test_a_call_that_hangs_costs_one_deadline_and_is_recovered_from(
@@ -33,10 +35,17 @@ def test_a_call_that_hangs_costs_one_deadline_and_is_recovered_from(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
+    begun = threading.Event()
+
+    def hang() -> int:
+        begun.set()
+        return os.open(fifo, os.O_RDONLY)
+
     began = time.monotonic()
-    assert calls.call(lambda: os.open(fifo, os.O_RDONLY)) is None
+    assert calls.call(hang) is None
     assert all(calls.call(lambda: 3) is None for _ in range(100))
-    assert 0.1 <= time.monotonic() - began < 1.0
+    assert 0.1 <= time.monotonic() - began < 5.0, "a hundred would be ten seconds"
+    assert begun.wait(10)
     os.close(os.open(fifo, os.O_WRONLY))
     ends = time.monotonic() + 10
     while calls.call(lambda: 3) is None and time.monotonic() < ends:
@@ -49,9 +58,15 @@ def test_who_waited_behind_a_hanging_call_is_freed_too_and_nothing_is_done_late(
 ) -> None:
     go_on = threading.Event()
     done: list[int] = []
-    hanging = threading.Thread(target=calls.call, args=[go_on.wait])
+    begun = threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait()
+
+    hanging = threading.Thread(target=calls.call, args=[hang])
     hanging.start()
-    time.sleep(0.02)
+    assert begun.wait(10)
     assert calls.call(lambda: done.append(1)) is None
     hanging.join(5)
     assert not hanging.is_alive()

@@ -45,6 +45,12 @@ class Hf3fsEngine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.worker = get_kv_transfer_group()
+        self.wait_for_answers(10.0)  # this machine is slow now and then, and a miss is remembered
+
+    def wait_for_answers(self, seconds: float) -> None:
+        """How long a look-up may take."""
+        for client in (self.connector._metadata_client, self.worker._metadata_client):
+            client._lookup_timeout_s = seconds
 
     def forget(self) -> None:
         self.worker._transfers.drain(30.0)
@@ -128,6 +134,7 @@ def scenarios(engine: Hf3fsEngine, service: int, pages: Path) -> dict[str, Any]:
     found["damaged"] = engine.ask(prompt)[0]
     found["saved_anew"] = engine.ask(prompt)[0]
 
+    engine.wait_for_answers(0.05)
     os.kill(service, signal.SIGSTOP)
     slow = []
     match = engine.connector._scheduler.match
@@ -145,9 +152,10 @@ def scenarios(engine: Hf3fsEngine, service: int, pages: Path) -> dict[str, Any]:
     found["stopped_match_s"] = slow
     os.kill(service, signal.SIGCONT)
     ends = time.monotonic() + 20
-    while not engine.connector._metadata_client.available and time.monotonic() < ends:
+    engine.wait_for_answers(10.0)
+    clients = (engine.connector._metadata_client, engine.worker._metadata_client)
+    while not all(client.available for client in clients) and time.monotonic() < ends:
         time.sleep(0.1)
-    time.sleep(1.5)  # the worker's own client, too
     found["continued"] = engine.ask(prompt)[0]
 
     transfers = engine.worker._transfers
