@@ -88,7 +88,6 @@ class BlendConnector(KvloomConnector):
         self._feeder: IndexFeeder | None = None
         self._chunks: ExpectedChunks | None = None
         self._obstacle: Obstacle | None = None
-        self._unserved_blocks: set[int] = set()
         self._unserved: set[str] = set()  # requests that wait for what nobody will load
         self._unsaved: set[str] = set()  # whose blocks are held for what nobody will save
         reason = _why_off(vllm_config, kv_cache_config)
@@ -143,7 +142,6 @@ class BlendConnector(KvloomConnector):
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             windows=has_windows(self._kv_cache_config),
-            overlaps=bool(self._vllm_config.scheduler_config.async_scheduling),
         )
         logger.info(
             "kvloom: %d chunks of %d tokens known in %s (%s)",
@@ -243,14 +241,9 @@ class BlendConnector(KvloomConnector):
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._metadata()
-        self._unserved_blocks.update(metadata.unfilled)
-        self._unserved.update(metadata.unawaited)
+        self._unserved.update(metadata.unplanned)
         if self._worker is None:
-            for plan in metadata.loads:
-                if plan.between_steps:
-                    self._unserved.add(plan.request_id)
-                else:
-                    self._unserved_blocks.update(plan.block_ids)
+            self._unserved.update(plan.request_id for plan in metadata.loads)
             return
         self._worker.cancel(metadata.cancelled)
         self._worker.load(metadata.loads)
@@ -285,8 +278,7 @@ class BlendConnector(KvloomConnector):
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._unserved_blocks = self._unserved_blocks, set()
-        return failed | (self._worker.take_failed_blocks() if self._worker else set())
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -322,15 +314,11 @@ class BlendConnector(KvloomConnector):
             return StepMetadata()
         promised, self._promised = self._promised, {}
         metadata = self._plans(self._scheduler, scheduler_output)
-        # vLLM counts on the tokens that we promised at admission. Where a plan is missing because
-        # a hook failed in between, garbage would be attended to: have those blocks recomputed.
+        # Where a plan is missing because a hook failed after our promise, vLLM would wait for ever.
         for request_id in promised.keys() - {plan.request_id for plan in metadata.loads}:
             self._scheduler.drop(request_id)
             metadata.saves = [plan for plan in metadata.saves if plan.request_id != request_id]
-            if compat.waits_for_load(promised[request_id]):
-                metadata.unawaited.append(request_id)
-            else:
-                metadata.unfilled += compat.block_ids(self._kv_cache_manager, request_id)
+            metadata.unplanned.append(request_id)
         return metadata
 
     @guarded(StepMetadata)

@@ -263,9 +263,9 @@ def tensor_parallel_group(vllm_config: VllmConfig) -> torch.distributed.ProcessG
     return group
 
 
-def waits_for_load(request: Any) -> bool:
-    """Whether the engine lets the request wait until a load between steps is reported."""
-    return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+def caches_prefixes(kv_cache_manager: Any) -> bool:
+    """Whether the engine has a prefix cache of its own."""
+    return bool(kv_cache_manager.enable_caching)
 
 
 def computes_cached(kv_cache_manager: Any, other: Any, request: Any, cached: int) -> bool:

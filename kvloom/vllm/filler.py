@@ -87,9 +87,9 @@ class Filler:
         self._form = form
         self._corrector = corrector
         self._engine = engine
-        # A load within a step must find buffers while one between steps holds its own.
-        self._within = PieceReader(store, form, config, waves=2)
-        self._between = PieceReader(store, form, config, waves=4)  # a step may pass meanwhile
+        # A load at once must find buffers while one in slices holds its own.
+        self._at_once = PieceReader(store, form, config, waves=2)
+        self._in_slices = PieceReader(store, form, config, waves=4)  # a step may pass meanwhile
 
     def fill(self, plan: LoadPlan, budget: Budget) -> Slices[Filled]:
         """Put a plan's KV in place.
@@ -126,7 +126,7 @@ class Filler:
     def _load(
         self, plan: LoadPlan, loading: _Loading, filled: Filled, budget: Budget
     ) -> Slices[None]:
-        reader = self._between if budget.limited else self._within
+        reader = self._in_slices if budget.limited else self._at_once
         for found in reader.read(plan.pieces, budget):
             if found is None:
                 yield

@@ -51,6 +51,7 @@ class BlockState:
         loading: tokens of a load that is under way: their blocks are not in place.
         gave_up: a load of it failed: the rest is computed, or it would be tried for ever.
         saved: blocks from the start that are stored or on their way.
+        admitted: it has had blocks.
         local, loaded: tokens that it found in the engine's own cache and in the store when it was
             first admitted, for its report.
     """
@@ -62,6 +63,7 @@ class BlockState:
     loading: int = 0
     gave_up: bool = False
     saved: int = 0
+    admitted: bool = False
     local: int = 0
     loaded: int = 0
 
@@ -115,8 +117,11 @@ class Hf3fsScheduler:
     def reset(self) -> None:
         """The weights may be others from now on."""
         self._scopes.reset()
-        for state in self._states.values():
-            state.suffix = self._scopes.suffix(state.request)
+        for request_id, state in list(self._states.items()):
+            try:
+                state.suffix = self._scopes.suffix(state.request)
+            except OSError:  # the adapter's files are gone
+                self.drop(request_id)
             state.match = None
 
     def match(self, request: Any, local: int) -> int:
@@ -141,7 +146,10 @@ class Hf3fsScheduler:
     def admit(self, request: Any, num_external_tokens: int) -> None:
         """Blocks are allocated and the engine waits for ``num_external_tokens`` from us."""
         state = self._states.get(request.request_id)
-        if state is None or num_external_tokens <= 0:
+        if state is None:
+            return
+        state.admitted = True
+        if num_external_tokens <= 0:
             return
         state.pending, state.match = state.match, None
         state.loading = num_external_tokens
@@ -192,7 +200,7 @@ class Hf3fsScheduler:
             client asked for by ``kv_transfer_params: {"kvloom_report": true}``.
         """
         state = self._states.pop(request.request_id, None)
-        if state is None:
+        if state is None or not state.admitted:
             return False, None
         prompt, exact = request.num_prompt_tokens, 0 if state.gave_up else state.loaded
         self._metrics.prompt(local=state.local, exact=exact, new=prompt - state.local - exact)

@@ -41,7 +41,7 @@ class LoadPlan:
         exact: tokens before this position are exact, and none of them is computed anew.
         runs: positions ``[first, end)`` of the runs that the pieces belong to.
         choose: loaded tokens that a policy may choose, once it saw them, to be computed too.
-        between_steps: filled in slices, while other requests go on; vLLM waits for the report.
+        sliced: filled in slices, each as long as a step may be held up; else at once.
         whole: vLLM can't go on from a part of it.
     """
 
@@ -54,7 +54,7 @@ class LoadPlan:
     exact: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     choose: int = 0
-    between_steps: bool = False
+    sliced: bool = False
     whole: bool = False
 
     @property
@@ -93,17 +93,15 @@ class SavePlan:
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Attributes:
-    unfilled: blocks that vLLM counts on in this step and no plan fills: our side failed after its
+    unplanned: requests that wait for a load that no plan describes: our side failed after its
         promise.
-    unawaited: requests that wait for a load between steps that no plan describes.
-    cancelled: requests that are gone, whose loads between steps may be under way.
+    cancelled: requests that are gone, whose loads may be under way.
     timed: the worker shall report when the step is over.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
-    unfilled: list[int] = field(default_factory=list)
-    unawaited: list[str] = field(default_factory=list)
+    unplanned: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     timed: bool = False
 

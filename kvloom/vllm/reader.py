@@ -84,7 +84,12 @@ class PieceReader:
     def _submit(self, pieces: list[Piece]) -> _Wave:
         buffers = [buffer for _ in pieces if (buffer := self._buffers.acquire()) is not None]
         keys = [piece.key for piece in pieces]
-        task = self._store.load(keys, [None] * len(keys), [buffer.memory for buffer in buffers])
+        try:
+            task = self._store.load(keys, [None] * len(keys), [buffer.memory for buffer in buffers])
+        except BaseException:
+            for buffer in buffers:
+                self._buffers.release(buffer)
+            raise
         return _Wave(pieces, buffers, task)
 
     def _land(self, wave: _Wave) -> None:

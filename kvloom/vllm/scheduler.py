@@ -2,10 +2,15 @@
 
 Path of a request: ``match`` (prefix keys, then the analyzer over the rest; the answer is a prefix
 length) -> ``admit`` (blocks are allocated; a blend leaves the engine's prefix cache) -> ``step``
-(load and save plans for the workers; a request whose load is filled between steps waits until
-``take_report``) -> ``finish``. Everything about blocks and computed tokens is
-read from the engine when it is needed: nothing of it is kept here, so a preemption that replaces
-blocks or rewinds tokens leaves nothing stale.
+(load and save plans for the workers) -> ``take_report`` (the load has arrived, and the engine goes
+on with the request) -> ``finish``. Everything about blocks and computed tokens is read from the
+engine when it is needed: nothing of it is kept here, so a preemption that replaces blocks or
+rewinds tokens leaves nothing stale.
+
+The engine lets every request wait for its load. Where it counts on a load within the step that
+fills it, it enters the blocks in its prefix cache before anyone knows whether they are in place:
+others build on garbage, and store it, if the load fails and its request is gone or is slow to
+compute it. With asynchronous scheduling a wrong token would be in the answer as well.
 """
 
 from __future__ import annotations
@@ -91,14 +96,16 @@ class RequestState:
         keys: prefix keys of the whole chunks of its tokens, extended as it generates.
         saved: chunks from the start that are stored or on their way.
         match: of the last lookup.
-        waits: the engine was told to let it wait for its load.
         pending: a load to be sent with this step.
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
         loading: a load was sent; report: what became of it.
-        between_steps: the engine lets it wait for its load, and its KV is not in place.
+        waiting: the engine lets it wait for its load, and its KV is not in place.
+        sliced: others go on while its load is filled.
+        ran: it was in a step since it was admitted. Before, what the engine counts as computed may
+            be on its way, through another connector.
         failed: tokens that earlier admissions could not load.
-        gave_up: a load that it waited for failed as a whole, and would fail again.
+        gave_up: a load of it failed as a whole, and would fail again.
     """
 
     request: Any
@@ -106,13 +113,14 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)
     saved: int = 0
     match: Match | None = None
-    waits: bool = False
     pending: Match | None = None
     generation: int = 0
     admitted: Match | None = None
     loading: bool = False
     report: LoadReport | None = None
-    between_steps: bool = False
+    waiting: bool = False
+    sliced: bool = False
+    ran: bool = False
     failed: int = 0
     gave_up: bool = False
 
@@ -124,8 +132,6 @@ class BlendScheduler:
         saves, loads: what the connector's role allows (spec row B3).
         windows: some layers keep the blocks of a window only. Nothing is blended then, and a load
             is all or nothing: before a part of it there may be no blocks to go on from.
-        overlaps: the engine plans a step before it knows what became of the one before, and takes
-            that step's token for good (asynchronous scheduling).
     """
 
     def __init__(
@@ -139,7 +145,6 @@ class BlendScheduler:
         loads: bool,
         saves: bool,
         windows: bool = False,
-        overlaps: bool = False,
     ) -> None:
         self._config = config
         self._chunks = chunks
@@ -149,7 +154,6 @@ class BlendScheduler:
         self._block_size = block_size
         self._can_blend = config.blend
         self._windows = windows
-        self._overlaps = overlaps
         self._loads = loads
         self._saves = saves
         self._scopes = Scopes()
@@ -201,8 +205,8 @@ class BlendScheduler:
         long as the question is the same.
 
         Returns:
-            Tokens beyond the ``local`` ones (None: ask again in the next step), and whether the
-            engine shall let the request wait for them and go on with others.
+            Tokens beyond the ``local`` ones (None: ask again in the next step), and whether there
+            are any: the engine shall let the request wait for them and go on with others.
         """
         state = self._states.get(request.request_id)
         if state is None or not self._loads or request.skip_reading_prefix_cache:
@@ -211,12 +215,10 @@ class BlendScheduler:
             state.match = Match(local, local, local, None, 0, 0.0)
         elif state.match is None or state.match.local != local:
             state.match = self._find(state, local)
-        state.waits = False
-        if state.match.total > local:
-            if self._is_computing(request, local) or self._is_loading(state, state.match):
-                return None, False
-            state.waits = self._should_wait(state, state.match)
-        return state.match.total - local, state.waits
+        found = state.match.total - local
+        if found and (self._is_computing(request, local) or self._is_loading(state, state.match)):
+            return None, False
+        return found, found > 0
 
     def admit(self, request: Any, num_external_tokens: int) -> None:
         """Blocks are allocated and the engine takes ``num_external_tokens`` from us."""
@@ -225,19 +227,22 @@ class BlendScheduler:
         if state is None:
             return
         if request.num_computed_tokens:
-            # Back from a load between steps: what was admitted before it stands. The engine has
+            # Back from its load: what was admitted before it stands. The engine has
             # just entered the blend in its prefix cache; preempted, the request would find it,
             # count it as an exact prefix and save it as one.
             self._leave_prefix_cache(request, state.admitted)
             return
         match, state.match = state.match, None
-        state.admitted, state.generation = match, 0
+        state.generation, state.ran = 0, False
         if state.report is not None:
             state.failed += state.report.failed_tokens
-        state.loading, state.report, state.between_steps = False, None, False
+        state.loading, state.report, state.waiting = False, None, False
         if match is None or num_external_tokens <= 0:
+            local = 0 if match is None else match.local
+            state.admitted = Match(local, local, local, None, 0, 0.0)
             return
-        state.between_steps = state.waits
+        state.admitted = match
+        state.waiting, state.sliced = True, self._should_slice(state, match)
         state.pending, state.generation = match, match.generation
         self._pending.append(state)
         self._leave_prefix_cache(request, match)
@@ -255,6 +260,7 @@ class BlendScheduler:
             state = self._states.get(request_id)
             if state is None:
                 continue
+            state.ran = True
             save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
             if save is not None:
                 metadata.saves.append(save)
@@ -274,8 +280,7 @@ class BlendScheduler:
         """What the worker found: once what it can't do, and after each load how it went.
 
         Args:
-            arrived: requests whose load between steps has ended; failed: those of them that have
-                nothing of it.
+            arrived: requests whose load has ended; failed: those of them that have nothing of it.
         """
         if report.obstacle is not None:
             self._can_blend = False
@@ -293,11 +298,9 @@ class BlendScheduler:
             state = self._states.get(request_id) or self._unreported.pop(request_id, None)
             if state is not None:
                 state.report = load if state.report is None else state.report.with_(load)
-                if not state.between_steps:
-                    _tell(request_id, self._figures(state))
         for request_id in self._states.keys() & arrived:
             state = self._states[request_id]
-            state.between_steps = False
+            state.waiting = False
             state.gave_up = state.report is None or request_id in failed
             if not state.gave_up:
                 _tell(request_id, self._figures(state))
@@ -320,7 +323,7 @@ class BlendScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None or not was_admitted:
             return False, None
-        if state.between_steps:
+        if state.waiting:
             # The engine counts its tokens as computed, but they are not: nothing of it is saved.
             # Its blocks stay until the worker has let go of them and says so.
             self._cancelled.append(request.request_id)
@@ -339,7 +342,9 @@ class BlendScheduler:
             exact=figures["exact"] - local,
             **{origin: figures[origin] for origin in ("reused", "recomputed", "new")},
         )
-        save = self._save_plan(state, request.num_computed_tokens, last=True)
+        save = None
+        if state.ran:
+            save = self._save_plan(state, request.num_computed_tokens, last=True)
         if save is not None:
             self._last_saves.append(save)
         return save is not None, {"kvloom": figures} if asked else None
@@ -374,7 +379,7 @@ class BlendScheduler:
     def _is_computing(self, request: Any, local: int) -> bool:
         """Whether the engine only computes, in the step it plans, what it says it has cached.
 
-        A load is filled before that step's forward: what is computed on top would see garbage.
+        A load is filled before that step's forward: what a blend computes would see garbage.
         """
         return local > 0 and any(
             compat.computes_cached(self._kv_cache_manager, other, request, local)
@@ -385,17 +390,22 @@ class BlendScheduler:
         """Whether a request that waits for its load brings what this one would load too.
 
         The engine has it in its prefix cache as soon as it has arrived: to load it once more would
-        take as many blocks again.
+        take as many blocks again. What is filled at once does not wait for what takes many steps.
         """
+        if not compat.caches_prefixes(self._kv_cache_manager):
+            return False
         size = self._config.blend_chunk_size
+        at_once = match.cost <= self._config.blend_tokens_per_step
         for other in self._states.values():
-            if other.between_steps and other.admitted is not None and other is not state:
-                shared = min(match.exact, other.admitted.exact) // size
-                last = slice(
-                    shared - 1, shared
-                )  # its key stands for all before; none after a reset
-                if shared * size > match.local and state.keys[last] == other.keys[last]:
-                    return True
+            if not other.waiting or other.admitted is None or other is state:
+                continue
+            if other.sliced and at_once:
+                continue
+            shared = min(match.exact, other.admitted.exact) // size
+            last = slice(shared - 1, shared)  # its key stands for all before; none after a reset
+            whole_blocks = shared * size // self._block_size * self._block_size
+            if whole_blocks > match.local and state.keys[last] == other.keys[last]:
+                return True
         return False
 
     def _leave_prefix_cache(self, request: Any, match: Match | None) -> None:
@@ -404,12 +414,8 @@ class BlendScheduler:
                 self._kv_cache_manager, request, self._block_size, match.exact
             )
 
-    def _should_wait(self, state: RequestState, match: Match) -> bool:
-        """Whether the engine lets the request wait for its load: where others would have to wait
-        longer than a slice for it (spec row B17), and where vLLM could not mend the answer if the
-        load failed within the step that counts on it."""
-        if self._windows or self._overlaps:
-            return True
+    def _should_slice(self, state: RequestState, match: Match) -> bool:
+        """Whether others would have to wait longer than a slice for this load (spec row B17)."""
         if not self._config.blend_async or match.cost <= self._config.blend_tokens_per_step:
             return False
         return any(other != state.request.request_id for other in self._admitted)
@@ -422,7 +428,7 @@ class BlendScheduler:
             return
         if self._timed is not None and now < self._timed[0] + _LOST_S:
             return
-        if metadata.loads or any(state.between_steps for state in self._states.values()):
+        if metadata.loads or any(state.waiting for state in self._states.values()):
             return
         self._timed = (now, tokens)
         metadata.timed = True
@@ -474,7 +480,7 @@ class BlendScheduler:
             match.exact,
             [(run.start, run.end) for run in match.blend.runs] if match.blend else [],
             match.choose,
-            state.between_steps,
+            state.sliced,
             self._windows,
         )
 
@@ -573,20 +579,26 @@ class BlendScheduler:
             return figures | {"exact": 0, "reused": 0, "recomputed": 0, "new": prompt}
         blend = match.blend
         chosen = match.choose if report is None else report.chosen
-        counts = {
-            "exact": match.exact,
-            "reused": blend.count(Origin.REUSED) - chosen if blend else 0,
-            "recomputed": blend.count(Origin.RECOMPUTED) + chosen if blend else 0,
-        }
-        figures |= counts | {
-            "new": prompt - sum(counts.values()),
+        # Back after a preemption, it finds what it generated too.
+        exact, reused, recomputed = min(match.exact, prompt), 0, 0
+        if blend is not None:
+            origin = blend.origin[: max(prompt - blend.start, 0)]
+            reused = int((origin == Origin.REUSED).sum())
+            recomputed = int((origin == Origin.RECOMPUTED).sum())
+            chosen = min(chosen, reused)
+            reused, recomputed = reused - chosen, recomputed + chosen
+        if report is not None:
+            exact = max(exact - report.failed_exact, 0)
+            reused = max(reused - report.failed_reused, 0)
+        figures |= {
+            "exact": exact,
+            "reused": reused,
+            "recomputed": recomputed,
+            "new": prompt - exact - reused - recomputed,
             "local": match.local,
             "match_ms": round(match.match_ms, 3),
         }
         if report is not None:
-            figures["exact"] -= report.failed_exact
-            figures["reused"] -= report.failed_reused
-            figures["new"] += report.failed_exact + report.failed_reused
             figures |= {
                 "bytes": report.bytes_read,
                 "load_ms": round(report.load_ms, 3),

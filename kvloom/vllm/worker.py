@@ -1,8 +1,8 @@
-"""The worker side: KV in place before the forward, exact chunks out after it (DESIGN.md).
+"""The worker side: KV in place for requests that wait for it, exact chunks out after a forward
+(DESIGN.md).
 
-A load is filled within the step that needs it or, where other requests must not wait for it, in
-slices between steps (spec row B17): one after the other, for the first to be done is then done
-earliest.
+A load is filled at once or, where other requests must not wait for it, in slices, a few in each
+step (spec row B17): one after the other, for the first to be done is then done earliest.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class BlendWorker:
         self._cache = cache
         self._filler = filler
         self._saver = saver
-        self._between_steps: deque[_Load] = deque()
+        self._sliced: deque[_Load] = deque()
         self._arrived: set[str] = set()
         self._failed_blocks: set[int] = set()  # not yet reported
-        self._not_in_place: set[int] = set()  # in this step
         self._failed_requests: set[str] = set()
         self._finished_saves: set[str] = set()
         self._report = WorkerReport()
@@ -67,46 +66,41 @@ class BlendWorker:
         """
         asked = time.monotonic()
         for plan in plans:
-            sliced = plan.between_steps and self._config.blend_async
-            budget = Budget(limited=sliced, asked=asked)
+            budget = Budget(limited=plan.sliced, asked=asked)
             load = _Load(plan, budget, self._fill(plan, budget))
-            if self._stands_on_garbage(plan):
-                self._fail(plan)  # what another plan could not fill
-            elif sliced:
-                self._between_steps.append(load)
-                continue
+            if plan.sliced:
+                self._sliced.append(load)
             else:
                 self._go_on(load, 0.0)
-            if plan.between_steps:
                 self._arrived.add(plan.request_id)
 
     def advance(self) -> None:
-        """Go on with the loads between steps, as far as one step may be held up; never raises."""
+        """Go on with the loads in slices, as far as one step may be held up; never raises."""
         left = float(self._config.blend_tokens_per_step)
-        while self._between_steps and left >= 1:
-            load = self._between_steps[0]
+        while self._sliced and left >= 1:
+            load = self._sliced[0]
             done = self._go_on(load, left)
             left = load.budget.left
             if done:
-                self._arrived.add(self._between_steps.popleft().plan.request_id)
+                self._arrived.add(self._sliced.popleft().plan.request_id)
             elif not load.budget.spent:
                 return  # nothing has arrived
 
     def cancel(self, request_ids: Collection[str]) -> None:
-        """Give up loads between steps whose requests are gone; their blocks become free."""
-        for load in [load for load in self._between_steps if load.plan.request_id in request_ids]:
-            self._between_steps.remove(load)
-            load.slices.close()
+        """Give up loads whose requests are gone; their blocks become free. Never raises."""
+        for load in [load for load in self._sliced if load.plan.request_id in request_ids]:
+            self._sliced.remove(load)
             self._arrived.add(load.plan.request_id)
+            try:
+                load.slices.close()
+            except Exception:
+                logger.exception("kvloom: giving up the load of %s failed", load.plan.request_id)
 
     def save(self, plan: SavePlan) -> None:
         """Copy a plan's chunks out and hand them to the store; never raises."""
         keys = [chunk.key for chunk in plan.chunks]
         try:
-            if self._stands_on_garbage(plan):
-                self._report.lost += keys  # vLLM computes these blocks again, in a later step
-            else:
-                self._saver.save(plan)
+            self._saver.save(plan)
         except Exception:
             logger.exception("kvloom: saving chunks of request %s failed", plan.request_id)
             self._report.lost += keys
@@ -118,8 +112,6 @@ class BlendWorker:
 
         Not earlier, so that it takes nothing from the time to the first token.
         """
-        # Not earlier: with speculative decoding vLLM asks for the failures before it saves.
-        self._not_in_place.clear()
         self._saver.reap()
         keys, self._loaded_keys = self._loaded_keys, []
         if keys:
@@ -130,21 +122,16 @@ class BlendWorker:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose load between steps came to nothing, since the last time."""
+        """Requests whose load came to nothing, since the last time."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
-
-    def _stands_on_garbage(self, plan: LoadPlan | SavePlan) -> bool:
-        """What stands on blocks that are not in place is worth nothing, and would be an exact hit
-        for ever."""
-        return any(not self._not_in_place.isdisjoint(table) for table in plan.tables)
 
     def take_finished_saves(self) -> set[str]:
         finished, self._finished_saves = self._finished_saves, set()
         return finished
 
     def take_arrived(self) -> set[str]:
-        """Requests whose load between steps has ended, well or not, since the last time."""
+        """Requests whose load has ended, well or not, since the last time."""
         arrived, self._arrived = self._arrived, set()
         return arrived
 
@@ -160,7 +147,7 @@ class BlendWorker:
 
     def close(self, deadline_s: float) -> None:
         """Give up loads, and finish saves within ``deadline_s`` seconds."""
-        self.cancel([load.plan.request_id for load in self._between_steps])
+        self.cancel([load.plan.request_id for load in self._sliced])
         self.drain(deadline_s)
 
     def drain(self, deadline_s: float) -> None:
@@ -202,11 +189,9 @@ class BlendWorker:
         self._fail_from(plan, plan.start)
 
     def _fail_from(self, plan: LoadPlan, position: int) -> None:
-        if plan.between_steps and (plan.whole or position == plan.start):
+        if plan.whole or position == plan.start:
             self._failed_requests.add(plan.request_id)
             return
         end = plan.start + len(plan.token_ids)
         first = position // self._cache.block_size
-        failed = plan.block_ids[first : -(-end // self._cache.block_size)]
-        self._failed_blocks.update(failed)
-        self._not_in_place.update(failed)
+        self._failed_blocks.update(plan.block_ids[first : -(-end // self._cache.block_size)])

@@ -124,7 +124,7 @@ def main() -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     ours = scheduler.connector._scheduler
     traffic = Traffic()
-    seen = {"exact": 0, "blended": 0, "preempted": 0, "between_steps": 0}
+    seen = {"exact": 0, "blended": 0, "preempted": 0, "sliced": 0}
     finish, load_plan = ours.finish, ours._load_plan
     blended: set[str] = set()
 
@@ -141,7 +141,7 @@ def main() -> None:
         if match.blend is not None:
             blended.add(state.request.request_id.partition("-")[0])
         plan = load_plan(state, match)
-        seen["between_steps"] += plan.between_steps
+        seen["sliced"] += plan.sliced
         return plan
 
     ours.finish, ours._load_plan = finish_and_count, plan_and_count

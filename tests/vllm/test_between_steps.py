@@ -26,7 +26,7 @@ def small_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     assert engine.scheduler.live_requests == 0
     assert not engine.scheduler._admitted
-    assert not engine.worker._between_steps
+    assert not engine.worker._sliced
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "all but vLLM's null block"
 
@@ -145,13 +145,15 @@ def test_an_exact_prefix_too_and_bit_for_bit(engine: Engine) -> None:
     assert crowd.tokens["exact"] == first.tokens
 
 
-def test_alone_or_small_it_is_done_within_a_step(engine: Engine) -> None:
+def test_alone_or_small_it_is_filled_at_once(engine: Engine) -> None:
     prompt = blend(engine)
     crowd = Crowd(engine)
     crowd.add("alone", prompt, max_tokens=1)
+    assert crowd.step() == set(), "it waits for its load"
     assert crowd.step() == {"alone"}
     crowd = two_decode(engine)
     crowd.add("small", prose(engine, 311, 70) + prose(engine, 310, 500)[:200], max_tokens=1)
+    assert "small" not in crowd.step()
     assert "small" in crowd.step()
     assert crowd.figures["small"]["exact"] == 256
     crowd.finish()
@@ -244,7 +246,7 @@ def test_a_store_that_hangs_holds_up_nobody_else(
     prompt = blend(engine)
     cold = engine.cold(prompt, max_tokens=3)
     engine.forget_memory()
-    reader = engine.worker._filler._between
+    reader = engine.worker._filler._in_slices
     monkeypatch.setattr(
         reader, "_config", reader._config.model_copy(update={"load_timeout_s": 1.0})
     )

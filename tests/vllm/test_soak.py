@@ -32,7 +32,7 @@ def soaked(count: int, folder: Path, model: str) -> dict[str, Any]:
     assert not [name for name in found if name.startswith("left_") and found[name]]
     assert found["exact"] > count // 100
     assert found["preempted"] > count // 200
-    assert found["between_steps"] > count // 100
+    assert found["sliced"] > count // 100
     assert found["samples"] > count // 200
     assert found["wrong"] == 0
     assert "Traceback" not in done.stderr

@@ -233,7 +233,7 @@ def test_a_store_that_hangs_is_given_up_within_the_deadline(
     released = threading.Event()
     monkeypatch.setattr(posix, "_read_file", lambda *args: released.wait(60) and False)
     monkeypatch.setattr(
-        engine.worker._filler._within,
+        engine.worker._filler._at_once,
         "_config",
         engine.worker._config.model_copy(update={"load_timeout_s": 0.5}),
     )
