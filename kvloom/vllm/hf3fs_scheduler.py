@@ -51,7 +51,8 @@ class BlockState:
         loading: tokens of a load that is under way: their blocks are not in place.
         gave_up: a load of it failed: the rest is computed, or it would be tried for ever.
         saved: blocks from the start that are stored or on their way.
-        admitted: it has had blocks.
+        admitted: it has had blocks; ran: it was in a step since. Before, what the engine counts as
+            computed may be on its way, through another connector.
         local, loaded: tokens that it found in the engine's own cache and in the store when it was
             first admitted, for its report.
     """
@@ -64,6 +65,7 @@ class BlockState:
     gave_up: bool = False
     saved: int = 0
     admitted: bool = False
+    ran: bool = False
     local: int = 0
     loaded: int = 0
 
@@ -148,7 +150,7 @@ class Hf3fsScheduler:
         state = self._states.get(request.request_id)
         if state is None:
             return
-        state.admitted = True
+        state.admitted, state.ran = True, False
         if num_external_tokens <= 0:
             return
         state.pending, state.match = state.match, None
@@ -166,6 +168,7 @@ class Hf3fsScheduler:
                 state.pending = None
             scheduled = output.num_scheduled_tokens.get(request_id)
             if scheduled is not None:
+                state.ran = True
                 save = self._save_plan(state, state.request.num_computed_tokens + scheduled)
                 if save is not None:
                     plans.saves.append(save)
@@ -248,7 +251,7 @@ class Hf3fsScheduler:
         known = request.num_tokens if self._config.save_generated else request.num_prompt_tokens
         complete = min(min(computed, known) // size, len(request.block_hashes))
         state.saved = min(state.saved, request.num_computed_tokens // size)
-        if not self._saves or state.loading or complete <= state.saved:
+        if not self._saves or not state.ran or state.loading or complete <= state.saved:
             return None
         keys = self._keys(state, state.saved, complete)
         blocks = compat.block_ids(self._kv_cache_manager, request.request_id)

@@ -342,9 +342,7 @@ class BlendScheduler:
             exact=figures["exact"] - local,
             **{origin: figures[origin] for origin in ("reused", "recomputed", "new")},
         )
-        save = None
-        if state.ran:
-            save = self._save_plan(state, request.num_computed_tokens, last=True)
+        save = self._save_plan(state, request.num_computed_tokens, last=True)
         if save is not None:
             self._last_saves.append(save)
         return save is not None, {"kvloom": figures} if asked else None
@@ -507,7 +505,7 @@ class BlendScheduler:
         known = request.num_tokens if self._config.save_generated else request.num_prompt_tokens
         complete = min(computed, known) // size
         state.saved = min(state.saved, request.num_computed_tokens // size)
-        if not self._saves or complete <= state.saved:
+        if not self._saves or not state.ran or complete <= state.saved:
             return None
         if state.generation > int(self._config.reuse_blended):
             return None

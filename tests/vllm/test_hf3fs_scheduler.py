@@ -46,9 +46,8 @@ def scheduler(service: Service, monkeypatch: pytest.MonkeyPatch) -> Hf3fsSchedul
     return scheduler
 
 
-def serve(scheduler: Hf3fsScheduler, service: Service, name: str, local: int = 0) -> list[int]:
-    """One request from its look-up to its end: tokens found, blocks saved."""
-    request = SimpleNamespace(
+def new_request(name: str) -> Any:
+    return SimpleNamespace(
         request_id=name,
         sampling_params=object(),
         prompt_token_ids=[0] * TOKENS,
@@ -63,6 +62,11 @@ def serve(scheduler: Hf3fsScheduler, service: Service, name: str, local: int = 0
         block_hashes=[bytes([number] * 32) for number in range(BLOCKS)],
         kv_transfer_params=None,
     )
+
+
+def serve(scheduler: Hf3fsScheduler, service: Service, name: str, local: int = 0) -> list[int]:
+    """One request from its look-up to its end: tokens found, blocks saved."""
+    request = new_request(name)
     scheduler.add(request)
     found = scheduler.match(request, local)
     scheduler.admit(request, found)
@@ -115,3 +119,40 @@ def test_a_reset_forgets_what_is_stored(scheduler: Hf3fsScheduler, service: Serv
     scheduler.reset()
     assert serve(scheduler, service, "reset") == [0, BLOCKS]
     assert serve(scheduler, service, "again") == [BLOCKS * BLOCK, 0]
+
+
+def test_after_a_reset_an_unreadable_adapter_costs_its_own_request_alone(
+    scheduler: Hf3fsScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others compute with the new weights must not be stored as of the old ones."""
+    for name in ("a", "b"):
+        scheduler.add(new_request(name))
+    suffix = scheduler._scopes.suffix
+
+    def unreadable(request: Any) -> str:
+        if request.request_id == "a":
+            raise OSError("its files are gone")
+        return suffix(request)
+
+    monkeypatch.setattr(scheduler._scopes, "suffix", unreadable)
+    scheduler.reset()
+    assert scheduler._states["b"].suffix
+    assert "a" not in scheduler._states
+
+
+def test_a_request_that_was_never_admitted_computed_nothing(scheduler: Hf3fsScheduler) -> None:
+    request = new_request("a")
+    scheduler.add(request)
+    assert scheduler.finish(request) == (False, None)
+    assert scheduler._metrics.take() is None
+
+
+def test_what_another_connector_loads_is_not_saved_before_it_is_there(
+    scheduler: Hf3fsScheduler,
+) -> None:
+    request = new_request("a")
+    scheduler.add(request)
+    scheduler.match(request, 0)
+    scheduler.admit(request, 0)
+    request.num_computed_tokens = TOKENS - 1  # the engine counts it when it admits the request
+    assert scheduler.finish(request)[0] is False

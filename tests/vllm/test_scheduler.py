@@ -26,10 +26,7 @@ def new_scheduler(caching: bool = True, **more: Any) -> BlendScheduler:
         ExpectedChunks(ChunkIndex(CHUNK)),
         make_policy(config),
         Metrics(),
-        block_size=16,
-        loads=True,
-        saves=True,
-        **more,
+        **{"block_size": 16, "loads": True, "saves": True, **more},
     )
     scheduler.bind(
         SimpleNamespace(get_block_ids=lambda _: (list(range(1, 100)),), enable_caching=caching)
@@ -201,3 +198,82 @@ def test_after_a_reset_an_unreadable_adapter_costs_its_own_request_alone(
     scheduler.reset()
     assert [scheduler.match(request, 0)[0] for request in requests] == [0, 0, 0]
     assert scheduler.live_requests == 2
+
+
+def test_what_another_connector_loads_is_neither_ours_nor_saved_before_it_is_there() -> None:
+    """The engine counts it as computed when it admits the request. Gone before that is true, it
+    would leave garbage in the store as an exact hit."""
+    scheduler = new_scheduler()
+    request = new_request()
+    scheduler.add(request)
+    assert scheduler.match(request, 0) == (0, False)
+    scheduler.admit(request, 0)
+    request.num_computed_tokens = 192
+    assert scheduler.finish(request)[0] is False
+    assert not step(scheduler).saves
+
+    other = new_stored_request(scheduler, "b", tokens=400)
+    assert scheduler.match(other, 0) == (384, True)
+    scheduler.admit(other, 0)
+    step(scheduler, b=16)
+    other.num_computed_tokens = 400
+    _, told = scheduler.finish(other)
+    assert told is not None
+    assert (told["kvloom"]["exact"], told["kvloom"]["new"]) == (0, 400)
+
+
+def test_figures_of_a_preempted_request_are_of_its_prompt() -> None:
+    """It finds what it generated, too."""
+    scheduler = new_scheduler()
+    request = new_request()
+    scheduler.add(request)
+    scheduler.match(request, 0)
+    scheduler.admit(request, 0)
+    request.all_token_ids, request.num_tokens = list(range(600)), 600
+    know(scheduler, request)
+    assert scheduler.match(request, 0) == (576, True)
+    scheduler.admit(request, 576)
+    (plan,) = step(scheduler).loads
+    lost = LoadReport(384, failed_tokens=192, failed_exact=192, failed_reused=0)
+    scheduler.take_report(WorkerReport(loads={plan.request_id: lost}), arrived={"a"})
+    _, told = scheduler.finish(request)
+    assert told is not None
+    figures = told["kvloom"]
+    assert sum(figures[origin] for origin in ("exact", "reused", "recomputed", "new")) == 200
+    assert all(figures[origin] >= 0 for origin in ("exact", "reused", "recomputed", "new"))
+
+
+@pytest.mark.parametrize(("caching", "block_size"), [(False, 16), (True, 256)])
+def test_nobody_waits_for_what_the_engine_will_not_have(caching: bool, block_size: int) -> None:
+    """Requests with a common beginning would be loaded one a step."""
+    scheduler = new_scheduler(caching, block_size=block_size)
+    first, second = (new_stored_request(scheduler, name) for name in ("a", "b"))
+    assert scheduler.match(first, 0) == (192, True)
+    scheduler.admit(first, 192)
+    assert scheduler.match(second, 0) == (192, True)
+
+
+def test_a_small_load_does_not_wait_for_one_of_many_steps() -> None:
+    scheduler = new_scheduler()
+    scheduler.bind(
+        SimpleNamespace(
+            get_block_ids=lambda _: (list(range(1, 2000)),),
+            enable_caching=True,
+            block_pool=SimpleNamespace(hash_block_size=16),
+        )
+    )
+    running = new_request("running", status=None)
+    scheduler.add(running)
+    scheduler.match(running, 0)
+    scheduler.admit(running, 0)
+    long = new_stored_request(scheduler, "long", tokens=400 * CHUNK + 1)
+    assert scheduler.match(long, 0) == (400 * CHUNK, True)
+    scheduler.admit(long, 400 * CHUNK)
+    (plan,) = step(scheduler).loads
+    assert plan.sliced
+    small = new_request("small", tokens=130)
+    scheduler.add(small)
+    assert scheduler.match(small, 0) == (128, True)
+    same = new_request("same", tokens=400 * CHUNK + 1)
+    scheduler.add(same)
+    assert scheduler.match(same, 0) == (None, False)

@@ -119,6 +119,35 @@ def test_a_damaged_store_is_a_slower_right_answer(
     assert engine.ask(prompt, max_tokens=8).tokens == cold.tokens
 
 
+def test_nothing_is_left_of_a_load_that_failed_when_its_client_has_gone(
+    engine: Engine, store: Path
+) -> None:
+    """vLLM keeps in its prefix cache what a request was counted to have, also if nobody computes
+    it any more; others would take garbage from there, and we would store it."""
+    from vllm import SamplingParams
+
+    document = prose(engine, 230, LENGTH)
+    prompts = [document + prose(engine, seed, 150) for seed in (231, 232)]
+    cold = [engine.cold(prompt, max_tokens=8).tokens for prompt in prompts]
+    engine.ask(document)
+    engine.forget_memory()
+    core = engine.llm.llm_engine
+    with unnoticed(engine):
+        flip_bits(store)
+        for layer in engine.worker._cache.layers:
+            layer.cache.normal_()
+        for steps in (1, 2):
+            core.add_request("gone", {"prompt_token_ids": prompts[0]}, SamplingParams())
+            for _ in range(steps):
+                core.step()
+            core.abort_request(["gone"])
+            while core.has_unfinished_requests():
+                core.step()
+        assert [engine.plain(prompt, 8) for prompt in prompts] == cold
+    engine.forget_memory()
+    assert [engine.ask(prompt, max_tokens=8).tokens for prompt in prompts] == cold
+
+
 @pytest.mark.parametrize("trouble", [flip_bits, remove])
 def test_a_blend_over_a_damaged_store_computes_what_it_can_not_load(
     engine: Engine, store: Path, trouble: Callable[[Path], None]
