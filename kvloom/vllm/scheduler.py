@@ -16,7 +16,6 @@ compute it. With asynchronous scheduling a wrong token would be in the answer as
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -49,7 +48,6 @@ from kvloom.vllm.metrics import Metrics
 
 logger = init_logger(__name__)
 
-_MOST_UNREPORTED = 1024
 _LOST_S = 60.0
 
 
@@ -164,8 +162,6 @@ class BlendScheduler:
         self._timed: tuple[float, int] | None = None  # a step under way: when it began, its tokens
         self._cancelled: list[str] = []
         self._last_saves: list[SavePlan] = []
-        # Requests of one token end before their step's report arrives.
-        self._unreported: OrderedDict[str, RequestState] = OrderedDict()
         self._kv_cache_manager: Any = None
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -295,7 +291,7 @@ class BlendScheduler:
             self._metrics.took("load", load.load_ms / 1e3)
             self._metrics.took("rotate", load.rotate_ms / 1e3)
             self._metrics.took("recompute", load.compute_ms / 1e3)
-            state = self._states.get(request_id) or self._unreported.pop(request_id, None)
+            state = self._states.get(request_id)
             if state is not None:
                 state.report = load if state.report is None else state.report.with_(load)
         for request_id in self._states.keys() & arrived:
@@ -332,10 +328,6 @@ class BlendScheduler:
         figures = self._figures(state, detail=asked)
         if not state.loading:
             _tell(request.request_id, figures)
-        elif state.report is None:
-            self._unreported[request.request_id] = state
-            if len(self._unreported) > _MOST_UNREPORTED:
-                self._unreported.popitem(last=False)
         local = figures.get("local", 0)
         self._metrics.prompt(
             local=local,

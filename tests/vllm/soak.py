@@ -169,7 +169,6 @@ def main() -> None:
         memory.append(psutil.Process().memory_info().rss)
     left = {
         "left_states": ours.live_requests,
-        "left_unreported": len(ours._unreported),
         "left_admitted": len(ours._admitted),
         "left_promised": len(scheduler.connector._promised),
         # The null block is never free.
