@@ -62,8 +62,10 @@ class BlendPlan:
     origin: npt.NDArray[np.uint8]
     source: npt.NDArray[np.int64]
 
-    def count(self, origin: Origin) -> int:
-        return int(np.count_nonzero(self.origin == origin))
+    def count(self, origin: Origin, end: int | None = None) -> int:
+        """Tokens of an origin, of those before position ``end``."""
+        origins = self.origin if end is None else self.origin[: max(end - self.start, 0)]
+        return int(np.count_nonzero(origins == origin))
 
     def compute_positions(self) -> npt.NDArray[np.int64]:
         """Positions in the prompt whose KV must be computed, ascending."""

@@ -97,7 +97,7 @@ class RequestState:
         pending: a load to be sent with this step.
         generation: of the KV that this admission computes (see ``Match``).
         admitted: the match that this admission uses.
-        loading: a load was sent; report: what became of it.
+        report: what became of its load.
         waiting: the engine lets it wait for its load, and its KV is not in place.
         sliced: others go on while its load is filled.
         ran: it was in a step since it was admitted. Before, what the engine counts as computed may
@@ -114,7 +114,6 @@ class RequestState:
     pending: Match | None = None
     generation: int = 0
     admitted: Match | None = None
-    loading: bool = False
     report: LoadReport | None = None
     waiting: bool = False
     sliced: bool = False
@@ -232,7 +231,7 @@ class BlendScheduler:
         state.generation, state.ran = 0, False
         if state.report is not None:
             state.failed += state.report.failed_tokens
-        state.loading, state.report, state.waiting = False, None, False
+        state.report, state.waiting = None, False
         if match is None or num_external_tokens <= 0:
             local = 0 if match is None else match.local
             state.admitted = Match(local, local, local, None, 0, 0.0)
@@ -251,7 +250,6 @@ class BlendScheduler:
             if admitted.pending is not None:
                 metadata.loads.append(self._load_plan(admitted, admitted.pending))
                 admitted.pending = None
-                admitted.loading = True
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -326,7 +324,7 @@ class BlendScheduler:
             return False, None
         asked = bool((request.kv_transfer_params or {}).get("kvloom_report"))
         figures = self._figures(state, detail=asked)
-        if not state.loading:
+        if state.report is None:  # else that was told when its load arrived
             _tell(request.request_id, figures)
         local = figures.get("local", 0)
         self._metrics.prompt(
@@ -569,12 +567,11 @@ class BlendScheduler:
             return figures | {"exact": 0, "reused": 0, "recomputed": 0, "new": prompt}
         blend = match.blend
         chosen = match.choose if report is None else report.chosen
-        # Back after a preemption, it finds what it generated too.
+        # Of the prompt only: back after a preemption, it finds what it generated too.
         exact, reused, recomputed = min(match.exact, prompt), 0, 0
         if blend is not None:
-            origin = blend.origin[: max(prompt - blend.start, 0)]
-            reused = int((origin == Origin.REUSED).sum())
-            recomputed = int((origin == Origin.RECOMPUTED).sum())
+            reused = blend.count(Origin.REUSED, prompt)
+            recomputed = blend.count(Origin.RECOMPUTED, prompt)
             chosen = min(chosen, reused)
             reused, recomputed = reused - chosen, recomputed + chosen
         if report is not None:

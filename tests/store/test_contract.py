@@ -12,7 +12,7 @@ from kvloom.config import ConfigError, KvloomConfig
 from kvloom.store import registry
 from kvloom.store.base import Store
 from kvloom.store.cache import Cache
-from kvloom.store.contract import NAMESPACE, StoreContract, dump, load, make_block
+from kvloom.store.contract import NAMESPACE, Block, StoreContract, dump, load, make_block
 from kvloom.store.pipeline import Pipeline
 from kvloom.store.posix import Posix
 
@@ -100,14 +100,20 @@ def test_one_process_shares_a_store_until_its_last_user_gives_it_up(tmp_path: Pa
     assert registry.acquire_store(NAMESPACE, config) is not second
 
 
-def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path: Path) -> None:
-    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
-    block = make_block(1)
+def opened_over(folder: Path, block: Block) -> Pipeline:
+    """A pipeline that has a block in its files only, by another one."""
+    config = KvloomConfig.from_extra({"storage_backends": str(folder)})
     writer = registry.open_store(NAMESPACE, config)
     dump(writer, [block])
     writer.close()
     store = registry.open_store(NAMESPACE, config)
     assert isinstance(store, Pipeline)
+    return store
+
+
+def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path: Path) -> None:
+    block = make_block(1)
+    store = opened_over(tmp_path, block)
     fast = store._stages[0]
     assert fast.lookup([block[0].key]) == [False]
     store.prefetch([block[0].key])
@@ -123,13 +129,8 @@ def test_prefetch_brings_a_block_up_and_loads_do_not_need_the_file_then(tmp_path
 def test_what_is_deleted_while_it_is_brought_up_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    config = KvloomConfig.from_extra({"storage_backends": str(tmp_path)})
     block = make_block(1)
-    writer = registry.open_store(NAMESPACE, config)
-    dump(writer, [block])
-    writer.close()
-    store = registry.open_store(NAMESPACE, config)
-    assert isinstance(store, Pipeline)
+    store = opened_over(tmp_path, block)
     hook = ("dump", "load")[stage]
     real = getattr(store._stages[stage], hook)
 

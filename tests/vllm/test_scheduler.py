@@ -29,7 +29,11 @@ def new_scheduler(caching: bool = True, **more: Any) -> BlendScheduler:
         **{"block_size": 16, "loads": True, "saves": True, **more},
     )
     scheduler.bind(
-        SimpleNamespace(get_block_ids=lambda _: (list(range(1, 100)),), enable_caching=caching)
+        SimpleNamespace(
+            get_block_ids=lambda _: (list(range(1, 2000)),),
+            enable_caching=caching,
+            block_pool=SimpleNamespace(hash_block_size=16),
+        )
     )
     return scheduler
 
@@ -255,13 +259,6 @@ def test_nobody_waits_for_what_the_engine_will_not_have(caching: bool, block_siz
 
 def test_a_small_load_does_not_wait_for_one_of_many_steps() -> None:
     scheduler = new_scheduler()
-    scheduler.bind(
-        SimpleNamespace(
-            get_block_ids=lambda _: (list(range(1, 2000)),),
-            enable_caching=True,
-            block_pool=SimpleNamespace(hash_block_size=16),
-        )
-    )
     running = new_request("running", status=None)
     scheduler.add(running)
     scheduler.match(running, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,22 +61,10 @@ class Stuck:
 
 
 class Saves:
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-
-    def save(self, plan: SavePlan) -> None:
-        self.positions += [chunk.position for chunk in plan.chunks]
-
     def reap(self) -> None: ...
 
     def take_lost(self) -> list[bytes]:
         return []
-
-
-def save_plan(name: str, blocks: list[int], position: int) -> SavePlan:
-    tokens = np.zeros(BLOCK, np.int32)
-    chunk = SaveChunk(f"{name}{position}".encode(), b"", position, tokens)
-    return SavePlan(name, b"", [blocks], 0, [chunk])
 
 
 def load_plan(name: str, chunks: int = 4, first_block: int = 4, **more: Any) -> LoadPlan:
@@ -120,6 +109,15 @@ def test_a_load_that_fails_as_a_whole_is_told_as_such(failure: Any, sliced: bool
     assert worker.take_arrived() == {"a"}
 
 
+@pytest.mark.parametrize("sliced", [True, False])
+def test_a_load_that_breaks_is_reported_as_nothing(sliced: bool) -> None:
+    worker = worker_with(Broken())
+    worker.load([load_plan("a", sliced=sliced)])
+    worker.advance()
+    report = worker.take_report().loads["a"]
+    assert (report.loaded_tokens, report.failed_tokens, report.failed_exact) == (0, 256, 256)
+
+
 def test_a_load_that_can_not_be_given_up_holds_up_nothing() -> None:
     """vLLM holds its blocks until it is reported; the other loads of the step go on."""
     worker = worker_with(Stuck())
@@ -145,18 +143,35 @@ class Cache:
     def scatter(self, *args: Any) -> None: ...
 
 
+class LateTask(BatchTask):
+    """Done when it is looked at for the second time, or waited for."""
+
+    looked = False
+
+    def check(self) -> bool:
+        if self.looked:
+            self._answer()
+        self.looked = True
+        return super().check()
+
+    def as_completed(self, deadline_s: float) -> Iterator[tuple[int, bool]]:
+        self._answer()
+        return super().as_completed(deadline_s)
+
+    def _answer(self) -> None:
+        for entry in range(len(self._outcomes)):
+            self.settle(entry, True)
+
+
 class SilentStore:
-    """Never answers, but for some keys, at once."""
+    """Never answers, but for some keys, a moment later."""
 
     def __init__(self, answered: str = "") -> None:
         self._answered = answered.encode()
 
     def load(self, keys: list[bytes], slices: Any, buffers: Any) -> BatchTask:
-        task = BatchTask(len(keys))
-        for entry, key in enumerate(keys):
-            if self._answered and key.startswith(self._answered):
-                task.settle(entry, True)
-        return task
+        answered = self._answered and keys[0].startswith(self._answered)
+        return (LateTask if answered else BatchTask)(len(keys))
 
     def prefetch(self, keys: list[bytes]) -> None: ...
 
@@ -211,8 +226,8 @@ def test_a_load_behind_one_that_waited_in_vain_is_tried(sliced: bool) -> None:
 
 
 def test_steps_in_between_are_no_fault_of_the_store() -> None:
-    """It answers at once; the engine comes back after 30 ms, so often that these are more than the
-    deadline."""
+    """It answers a moment later; the engine comes back after 30 ms, so often that these are more
+    than the deadline."""
     worker = waiting_worker(answered="good")
     worker.load([load_plan("good", chunks=160, sliced=True)])
     steps = 0
